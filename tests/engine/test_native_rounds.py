@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,10 +25,12 @@ from sakiyomi.drafters.trees import Choices
 from sakiyomi.engine import engine as engine_module
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.pace import Pace
+from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor import kernel_rounds
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.kernel_rounds import KernelRounds
 from sakiyomi.model_executor.program import Program
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers.native import Case, verify_all
@@ -296,6 +299,56 @@ def test_given_drafts_are_judged_as_by_python(case: str, passes: str, monkeypatc
     for one, other in zip(told, wanted, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(state, other[layer]) for layer, state in one.items())
+
+
+def test_hidden_states_are_those_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of another thread may follow at once: it runs by the same program, and overwrites its hidden states."""
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True, gamma=4)
+    loop = given().engine
+    drafter, inner = loop.drafter, KernelRounds.committed
+    assert isinstance(drafter, Given)
+
+    def later(rounds: KernelRounds, count: int) -> Any:
+        for size in loop.target.sizes:
+            loop.target.run(BatchPlan([]), size)
+        return inner(rounds, count)
+
+    found = []
+    for committed in (inner, later):
+        monkeypatch.setattr(KernelRounds, "committed", committed)
+        drafter.told.clear()
+        texts(params, llm=given())
+        found.append(list(drafter.told))
+    assert len(found[0]) > 10
+    for one, other in zip(*found, strict=True):
+        assert all(torch.equal(state, other[layer]) for layer, state in one.items())
+
+
+@pytest.mark.parametrize(("make", "rule"), [(engine, "ratio"), (given, "coupled")])  # given drafts are drawn again
+@pytest.mark.parametrize("name", ["committed", "_count"])
+def test_an_interrupted_round_is_run_again(
+    make: Callable[[], LLM], rule: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when the kernels have committed a round, and no request has it yet."""
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, gamma=4, temperature=0.8, acceptance=rule)
+    loop, inner = make().engine, getattr(KernelRounds, name)
+    expected = [make().generate([prompt], params)[0].token_ids for prompt in PROMPTS]
+    calls = 0
+
+    def interrupted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 3, 5):
+            raise KeyboardInterrupt
+        return inner(*given)
+
+    requests = [loop.submit(prompt, params) for prompt in PROMPTS]
+    monkeypatch.setattr(KernelRounds, name, interrupted)
+    while not all(request.over for request in requests):
+        with suppress(KeyboardInterrupt):
+            loop.step()
+    assert calls > 5
+    assert [request.output for request in requests] == expected
 
 
 def test_plain_rounds_are_those_of_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ class NativeRounds:
         self._given = drafter is not None and self._drafter is None  # drafts are given
         self._wants_states = drafter is not None and drafter.hidden_states is not None
         model = self._drafter.model if self._drafter is not None else None
-        self._rounds = KernelRounds(model, target, target.vocab_size)
+        self._rounds = KernelRounds(model, target, target.vocab_size, states=self._wants_states)
         self._least = [1] * len(self._rounds.models)
         self._turns: dict[int, Turn] = {}
         self._generation = 0  # of the rounds that know the turns
@@ -85,6 +85,17 @@ class NativeRounds:
         return self._run(requests, [0] * len(requests), drafted, clock)
 
     def _run(
+        self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
+    ) -> list[Step] | None:
+        try:
+            return self._round(requests, depths, drafted, clock)
+        except BaseException:
+            # Ctrl-C: the kernels may have committed a round that the requests do not have.
+            for request in requests:
+                self.end(request.id)
+            raise
+
+    def _round(
         self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
     ) -> list[Step] | None:
         drafter = self._drafter

@@ -258,9 +258,10 @@ struct Rounds {
     }
   }
 
-  // Commits one verdict, and leaves for Python: how many tokens count, why the text ends there, nodes, their depth, accepted and
-  // refused ones, the ending, tokens that the draft has read, both streams, then the tokens, accepted and refused nodes, and what `tell` says; their chances, the draft's
-  // of the path, and what `tell` says.
+  // Commits one verdict, and writes for Python (see `Committed` in kernel_rounds.py), as whole numbers: how many tokens count, why the text
+  // ends there, number of nodes, their depth, numbers of accepted and of refused nodes, the ending, tokens that the draft model has read, both
+  // streams; the tokens, the accepted and the refused nodes; what `tell` writes. As others: the tokens' chances, the draft's of the path, and
+  // what `tell` writes.
   void write(Request& own, const Verdict& found, int64_t*& to, double*& real) {
     const Nodes& nodes = own.nodes;
     const int64_t accepted = found.path.size();

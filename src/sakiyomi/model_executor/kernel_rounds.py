@@ -91,13 +91,16 @@ class KernelRounds:
         draft: grows trees; None: nothing grows.
         target: scores drafts; None: a round ends with its trees.
         width: V of the target.
+        states: hidden states of the target's passes are wanted.
 
     Attributes:
         kernels, number: the library, and the number of the object there; 0: there is none yet.
         generation: how often it was made; each time it knows no requests.
     """
 
-    def __init__(self, draft: ModelRunner | None, target: ModelRunner | None, width: int) -> None:
+    def __init__(
+        self, draft: ModelRunner | None, target: ModelRunner | None, width: int, *, states: bool = False
+    ) -> None:
         self.models = [model for model in (draft, target) if model is not None]
         self.kernels: Any = None
         self.number = self.generation = 0
@@ -108,12 +111,14 @@ class KernelRounds:
         self._checked: set[int] = set()
         self._unreadable = False
         self._results: tuple[Any, Any, Any] = (), (), ()
-        self._states: tuple[Tensor, ...] | None = None  # of the target, where its pass was run here
+        self._wants_states = states
+        self._states: tuple[Tensor, ...] = ()  # of the target's pass in the last round
         self._since = 0
 
     def __del__(self) -> None:
-        if self.number:
-            self.kernels.sk_free_rounds(self.number)
+        number, self.number = self.number, 0  # Ctrl-C may come between two lines: never freed twice
+        if number:
+            self.kernels.sk_free_rounds(number)
 
     def committed(self, count: int) -> list[Committed]:
         """What the last round has committed of so many requests."""
@@ -137,22 +142,23 @@ class KernelRounds:
         return found
 
     def features(self, rows: int) -> dict[int, Tensor]:
-        """Hidden states of the target's pass in the last round.
+        """Hidden states of the target's pass in the last round, which are handed over.
 
         Args:
             rows: of the pass.
         """
         assert self._target is not None
-        code = int(self._results[2][2 * int(self._results[2][0])])
-        states = self._states
-        if states is None:
-            program = self._passes[code][0]
-            assert isinstance(program, Program)
-            made = [torch.empty(1, code // 2, width, dtype=dtype) for width, dtype in program.rows[1:]]
-            self.kernels.sk_states(self.number, (ctypes.c_void_p * len(made))(*[each.data_ptr() for each in made]))
-            states = tuple(made)
+        states, self._states = self._states, ()
         layers = self._target.weights.capture.layers
         return states_by_layer(layers[: len(states)], states, rows)
+
+    def _states_of(self, code: int) -> tuple[Tensor, ...]:
+        """Copies of the hidden states of a pass that was run in the kernels, which keep them until its next run."""
+        program = self._passes[code][0]
+        assert isinstance(program, Program)
+        made = [torch.empty(1, code // 2, width, dtype=dtype) for width, dtype in program.rows[1:]]
+        self.kernels.sk_states(self.number, (ctypes.c_void_p * len(made))(*[each.data_ptr() for each in made]))
+        return tuple(made)
 
     def ready(self, rows: Sequence[int], places: Callable[[], Places]) -> bool:
         """Whether the kernels may describe passes of up to so many rows of each model; see ``ModelRunner.describable``.
@@ -181,11 +187,11 @@ class KernelRounds:
         found = [_proven(*each) for each in zip(self.models, rows, places, strict=True)]
         if not all(found):
             return False
+        self.generation += 1  # if what follows is interrupted, nobody uses the old object
+        self._made_for = []
         self.__del__()
-        self.number, self._made_for = 0, []  # if what follows is interrupted, nothing refers to them
         self._passes.clear()
         self._checked.clear()
-        self.generation += 1
         tables = [numbers([0, self._width, 0, 0])] * 2
         for model, sizes in zip(self.models, found, strict=True):
             passes = {size: model.replayed(size) for size in sizes}
@@ -225,7 +231,8 @@ class KernelRounds:
         kernels, now = self.kernels, time.perf_counter
         held: list[Tensor] = []
         fresh: set[int] = set()
-        self._states = None
+        self._states = ()
+        here = False  # the target's pass was run here
         with self.models[0].lock, self.models[-1].lock:
             code = kernels.sk_round(self.number, count, asked, level, scored)
             while code > 0:
@@ -236,12 +243,16 @@ class KernelRounds:
                 logits, states = replay(ids, positions)
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
-                self._states = states if code % 2 else None
+                if self._wants_states and code % 2:
+                    self._states, here = states, True
                 if recorder.fresh:  # it was captured first
                     fresh.add(code)
                 if code not in self._checked and not self._readable(code, logits):
                     return None
                 code = kernels.sk_pass(self.number, code, logits.data_ptr(), spent)
+            if self._wants_states and not code and not here:  # now: the next pass of any session overwrites them
+                times = self._results[2]
+                self._states = self._states_of(int(times[2 * int(times[0])]))
         return None if code else self._count(fresh)
 
     def _model(self, code: int) -> ModelRunner:
