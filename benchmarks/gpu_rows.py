@@ -25,10 +25,10 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.engine.machine import bandwidth
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, silent
-from sakiyomi.evaluation.bench.frame import PairRow, our_lap, peer_lap
+from sakiyomi.evaluation.bench.frame import PairRow, run_ours, run_peer
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Outputs, Standing, same_tokens
+from sakiyomi.evaluation.bench.runner import Agreement, Contender, Outputs, Standing, TimedRun, same_tokens
 from sakiyomi.evaluation.bench.speed import everybody
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +131,7 @@ class Bench:
         """Our engine on a pair whose target is in memory already."""
         target = pair.target.model, pair.target.tokenizer
         llm = LLM(target, pair.config.draft, dtype=DTYPE, device=self.device, **options)
-        llm.wait()  # for compiled kernels; a GPU's passes are captured as they come, in the lap that warms up
+        llm.wait()  # for compiled kernels; a GPU's passes are captured as they come, in the run that warms up
         return llm
 
 
@@ -188,8 +188,8 @@ def compiled(bench: Bench) -> Lines:
     row = bench.row(max_new_tokens=48, repeats=1)
     pair, llm = row.pair, bench.llm(row.pair)
     peer = Transformers(pair.target.model, None, 1, pair.stop, cache="static")
-    lap = partial(peer_lap, peer, pair.prompts, row.params())
-    return _lines(row.race([*everybody(row, llm), Contender("transformers static", lap, pair.judge())]), llm)
+    run = partial(run_peer, peer, pair.prompts, row.params())
+    return _lines(row.race([*everybody(row, llm), Contender("transformers static", run, pair.judge())]), llm)
 
 
 def batches(bench: Bench) -> Lines:
@@ -224,22 +224,22 @@ def exact(bench: Bench) -> Lines:
 
 
 def caches(bench: Bench) -> Lines:
-    """With room for all pairs texts have to be those of the full cache. Speeds are those of one lap."""
+    """With room for all pairs texts have to be those of the full cache. Speeds are those of one run."""
     row = bench.row(max_new_tokens=64)
     pair, judge = row.pair, row.pair.judge()
     loaded = pair.target.model, pair.target.tokenizer
 
-    def lap(target: Any = loaded, **options: Any) -> tuple[Lap, str]:
+    def run(target: Any = loaded, **options: Any) -> tuple[TimedRun, str]:
         llm = LLM(target, "none", dtype=DTYPE, device=bench.device, **options)
-        return our_lap(llm, pair.prompts, row.params(), together=True), _passes(llm)
+        return run_ours(llm, pair.prompts, row.params(), together=True), _passes(llm)
 
-    lap()  # warms up
-    full, mode = lap()
+    run()  # warms up
+    full, mode = run()
     yield _cache_line("full", full, full, mode)
     for name in [*POLICIES, *SPARSE, *(f"{name}-{bits}" for name, made in PACKINGS.items() for bits in made.choices)]:
         roomy, tight = _budgets(name)
         try:
-            (free, mode), (bound, _) = lap(**roomy), lap(**tight)
+            (free, mode), (bound, _) = run(**roomy), run(**tight)
         except Exception as error:
             yield {"name": name, "error": shown(error)}
             continue
@@ -248,7 +248,7 @@ def caches(bench: Bench) -> Lines:
         yield _cache_line(name, free, bound, mode) | same
 
 
-def _cache_line(name: str, free: Lap, bound: Lap, mode: str) -> dict[str, Any]:
+def _cache_line(name: str, free: TimedRun, bound: TimedRun, mode: str) -> dict[str, Any]:
     speeds = {"roomy tok/s": free.speed, "tokens_per_second": bound.speed}
     return {"name": name, **speeds, "kv_bytes": bound.figures["kv_bytes"], "passes": mode}
 

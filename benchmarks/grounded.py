@@ -32,7 +32,7 @@ from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair, inflated
 from sakiyomi.evaluation.bench.peers import generation_settings
 from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Agreement, Contender, Judge, Lap, Outputs, race, same_tokens, timed
+from sakiyomi.evaluation.bench.runner import Agreement, Contender, Judge, Outputs, TimedRun, race, same_tokens, timed
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
@@ -165,10 +165,10 @@ def _load(name: str, config: BenchConfig) -> _Loaded:
 # ---------------------------------------------------------------- contenders
 
 
-def _contender(name: str, lap: Callable[[], Lap], examples: Sequence[Example], target: _Loaded) -> Contender:
+def _contender(name: str, lap: Callable[[], TimedRun], examples: Sequence[Example], target: _Loaded) -> Contender:
     """A lap with the scores of its answers."""
 
-    def scored() -> Lap:
+    def scored() -> TimedRun:
         found = lap()
         if not examples[0].grounded:
             return found
@@ -182,7 +182,7 @@ def _contender(name: str, lap: Callable[[], Lap], examples: Sequence[Example], t
 
 def _ours(
     llm: Any, target: _Loaded, examples: Sequence[Example], config: BenchConfig, gamma: int | str | None = None
-) -> Callable[[], Lap]:
+) -> Callable[[], TimedRun]:
     """Through ``LLM.generate``: texts as they are, recordings as ``sakiyomi.Audio``."""
     import sakiyomi
 
@@ -194,7 +194,7 @@ def _ours(
         audio: Any = sakiyomi.Audio  # type: ignore[attr-defined,unused-ignore]
         return audio(recording(example.target, example.seed), RATE)
 
-    def lap() -> Lap:
+    def lap() -> TimedRun:
         done: list[Any] = []
 
         def work() -> list[list[int]]:
@@ -210,11 +210,11 @@ def _ours(
 
 def _theirs(
     target: _Loaded, draft: _Loaded | None, examples: Sequence[Example], config: BenchConfig
-) -> Callable[[], Lap]:
+) -> Callable[[], TimedRun]:
     """Transformers' own loop, with a constant number of draft tokens as ours."""
     start = target.model.config.decoder_start_token_id
 
-    def lap() -> Lap:
+    def lap() -> TimedRun:
         made = 0  # tokens, end tokens included
 
         def answer(example: Example) -> list[int]:

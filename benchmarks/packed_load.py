@@ -35,7 +35,7 @@ from sakiyomi import SamplingParams
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth
-from sakiyomi.evaluation.bench.frame import our_lap
+from sakiyomi.evaluation.bench.frame import run_ours
 from sakiyomi.kernels.batch import SequenceRows
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -116,16 +116,16 @@ def speeds(llm: LLM) -> dict[str, float]:
     llm.wait()
     params = SamplingParams(max_new_tokens=32, ignore_eos=True)
     short, long = (random_prompts(1, length, 4000) for length in (64, PROMPT))
-    our_lap(llm, short, params)
+    run_ours(llm, short, params)
     reads = max(bandwidth() for _ in range(3))
-    decoding = our_lap(llm, short, params)
+    decoding = run_ours(llm, short, params)
     slot = llm.target.cache.take()
     llm.target.cache.reserve(slot, CACHED + 8)
     passes = {rows: (llm.target, [SequenceRows(slot, CACHED, [5] * rows)]) for rows in (1, 8)}
     seconds = pass_times(passes, LAPS, lambda lap: None)
     one, eight = (statistics.median(seconds[rows]) for rows in (1, 8))
     first = SamplingParams(max_new_tokens=1, ignore_eos=True)
-    prompt = min(our_lap(llm, long, first).seconds for _ in range(2))
+    prompt = min(run_ours(llm, long, first).seconds for _ in range(2))
     weights = llm.target.weights.bytes or 0
     return {
         "tokens_per_second": decoding.tokens / decoding.seconds,

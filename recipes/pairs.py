@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from held_out import Example, write_examples
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.train.checkpoint import checkpoints, writing
-from sakiyomi.train.config import LoopOptions, TextRunConfig, check_sizes
+from sakiyomi.train.config import LoopOptions, RunConfig, TextOptions, check_sizes
 from sakiyomi.train.data import Ids
 from sakiyomi.train.export import Result, model_folder, write_card
 from sakiyomi.train.loop import Learner, Loop, compiled_loss, on_device
@@ -95,7 +95,7 @@ class PairSizes(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(TextRunConfig):
+class PairConfig(RunConfig):
     """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task.
 
     Attributes:
@@ -111,6 +111,7 @@ class PairConfig(TextRunConfig):
     """
 
     loop: LoopOptions = PAIR_LOOP
+    text: TextOptions = field(default=TextOptions())
     sizes: PairSizes = PairSizes()
     draft_minutes: float = setting(6.0, above=0)
     draft_tokens: int = setting(0, least=0)
@@ -261,7 +262,7 @@ class _Learner(Learner):
 
     def optimizers(self, model: Any) -> list[Optimizer]:
         """See `Learner`."""
-        return text_optimizers(self.config, model)
+        return text_optimizers(self.config.text, model)
 
     def measures(self, model: Any) -> dict[str, dict[str, float]]:
         """See `Learner`."""

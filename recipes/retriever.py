@@ -24,7 +24,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from retrieval_rows import ANSWER, KNOWN, OTHER, WANTED, RetrievalRows
 from retrieval_start import start_looking_back
 from sakiyomi.cli.train import script
-from sakiyomi.train.config import LoopOptions, TextRunConfig, WholeSizes
+from sakiyomi.train.config import LoopOptions, RunConfig, TextOptions, WholeSizes
 from sakiyomi.train.data import read_texts
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
@@ -45,7 +45,7 @@ TOKENIZER_DOCUMENTS = 600
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrieverConfig(TextRunConfig):
+class RetrieverConfig(RunConfig):
     """Train a small Llama that finds pass keys, numbers and values of keys in long texts.
 
     Attributes:
@@ -64,6 +64,7 @@ class RetrieverConfig(TextRunConfig):
     loop: LoopOptions = field(
         default=LoopOptions(minutes=60.0, decay_share=0.3, row_tokens=(64, 128, 256, 1024, 4096), step_tokens=4096)
     )
+    text: TextOptions = field(default=TextOptions())
     sizes: WholeSizes = field(
         default=WholeSizes(
             vocab=1024, hidden=128, layers=4, heads=4, intermediate=384, max_positions=8192, rope_theta=500000.0

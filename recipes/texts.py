@@ -10,7 +10,7 @@ import numpy as np
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train import data
-from sakiyomi.train.config import TextRunConfig
+from sakiyomi.train.config import RunConfig, TextOptions
 from sakiyomi.train.data import check_shares, parse_text, parse_valid
 
 __all__ = ["FixedTexts", "read_texts", "text_files"]
@@ -19,21 +19,22 @@ HELD_BACK = 20
 """Without held-out files every document of this number is held out."""
 
 
-def text_files(config: TextRunConfig) -> list[Path]:
-    """All files that the run reads."""
-    specs = [parse_text(spec) for spec in config.text.text]
+def text_files(config: RunConfig) -> list[Path]:
+    """All files that the run reads: those of its `TextOptions`, then the held-out ones."""
+    specs = [parse_text(spec) for spec in config.group(TextOptions).text]
     check_shares("--text", specs)
     return [*(spec.path for spec in specs), *parse_valid(config.loop.valid).values()]
 
 
-def read_texts(config: TextRunConfig) -> tuple[list[str], list[str]]:
+def read_texts(config: RunConfig) -> tuple[list[str], list[str]]:
     """Documents to train on, and those held out.
 
     Raises:
         LoadError, InputError: a file cannot be read; or there are too few documents to hold some back.
     """
     valid = parse_valid(config.loop.valid)
-    found = [text for path in text_files(config)[: len(config.text.text)] for text in data.read_texts(path)]
+    paths = text_files(config)[: len(config.group(TextOptions).text)]
+    found = [text for path in paths for text in data.read_texts(path)]
     if valid:
         return found, [text for path in valid.values() for text in data.read_texts(path)]
     if len(found) < HELD_BACK:

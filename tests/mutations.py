@@ -129,6 +129,10 @@ MUTATIONS = [Mutation(*row) for row in (
      "return base + (count - base) // self._chunk_size", "return base + -(-(count - base) // self._chunk_size)"),
     ("prefix-beyond-the-end", "prefix", "cache/prefix.py", "golden/test_sharing.py",
      "return min(count, most)", "return count"),
+    ("scale-of-another-row", "blocks", "kernels/blocks.h", "kernels/test_blocks.py",
+     "(scale * by[r * (x.in / group_length)])", "(scale * by[0])"),
+    ("factors-in-another-order", "blocks", "model_executor/gguf/blocks.py", "model_executor/test_gguf_blocks.py",
+     "_planes(upper, 2, 4) << 4", "_planes(upper, 2, 1) << 4"),
 )]
 # fmt: on
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("core",),
 )
 """The top one first; folders of one layer do not know each other."""
-FUNCTION, CLASS, ATTRIBUTES = 80, 300, 25
+FUNCTION, CLASS, ATTRIBUTES, SETTINGS = 80, 300, 25, 15
 
 
 @functools.cache
@@ -171,6 +171,13 @@ def test_classes_fit_in_a_head() -> None:
     sizes = {name: len(everything(node)) for name, node in listed.items()}
     wide = [(name, size) for name, size in sizes.items() if size > ATTRIBUTES]
     assert (long, wide) == ([], [])
+
+
+def test_settings_are_few() -> None:
+    """What two commands share are groups of settings; a class of settings is a command's own, or a base of several."""
+    folders = ("sakiyomi.evaluation.", "sakiyomi.train.")
+    named = [name for name, *_ in lengths(ast.ClassDef) if name.startswith(folders) and name.endswith("Config")]
+    assert len(named) <= SETTINGS, named
 
 
 @functools.cache

@@ -76,7 +76,7 @@ def _line(row: PairRow, llm: LLM, gamma: int, standings: Sequence[Standing]) -> 
             llm.engine.complete([request])
     line: dict[str, Any] = {"gamma": gamma}
     for standing in standings:
-        taus = [lap.figures["tau"] for lap in standing.laps]
+        taus = [run.figures["tau"] for run in standing.runs]
         line[f"tau_{standing.name}"] = statistics.fmean(taus)
         line[f"{standing.name}_tokens_per_second"] = statistics.median(standing.speeds)
     rounds = max(both.rounds, 1)

@@ -16,7 +16,7 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.runner import Lap, Standing, timed
+from sakiyomi.evaluation.bench.runner import Standing, TimedRun, timed
 from sakiyomi.model_executor.build import build_runner
 
 __all__ = ["bookkeeping"]
@@ -70,23 +70,23 @@ def bookkeeping(row: PairRow) -> Races:
 
 def _line(case: str, draft: str, standings: Sequence[Standing]) -> list[dict[str, Any]]:
     ours, *others = standings
-    values = [lap.figures["ms"] for lap in ours.laps]
+    values = [run.figures["ms"] for run in ours.runs]
     line = {"sampling": case, "draft": draft, "ours_ms": statistics.median(values)}
     line |= {"low": min(values), "high": max(values), "transformers_ms": others[0].median("ms") if others else None}
     return [line | {"rounds": ours.median("rounds"), "tau": ours.median("tau")}]
 
 
-def _ours(llm: Any, prompt: list[int], params: SamplingParams) -> Lap:
+def _ours(llm: Any, prompt: list[int], params: SamplingParams) -> TimedRun:
     stats = llm.generate([prompt], params)[0].stats
     figures = {"ms": 1000 * stats.overhead_seconds / stats.rounds, "rounds": stats.rounds, "tau": stats.tau}
-    return Lap(stats.seconds, stats.tokens, figures=figures)
+    return TimedRun(stats.seconds, stats.tokens, figures=figures)
 
 
-def _theirs(peer: Transformers, prompt: list[int], params: SamplingParams) -> Lap:
+def _theirs(peer: Transformers, prompt: list[int], params: SamplingParams) -> TimedRun:
     """Wall clock without the forwards, by target passes; the set-up of a call is spread over its rounds."""
     models = [peer.model] if peer.assistant is peer.model else [peer.model, peer.assistant]
     with ForwardClock(models) as clock:
-        lap = timed(lambda: [peer.generate(prompt, params)])
+        run = timed(lambda: [peer.generate(prompt, params)])
     # Where a model drafts for itself, gamma of gamma + 1 calls are drafts.
     rounds = clock.calls[0] / (params.gamma + 1) if len(models) == 1 else clock.calls[0]  # type: ignore[operator]
-    return lap.more(ms=1000 * (lap.seconds - clock.seconds) / rounds, rounds=rounds, tau=lap.tokens / rounds)
+    return run.more(ms=1000 * (run.seconds - clock.seconds) / rounds, rounds=rounds, tau=run.tokens / rounds)

@@ -9,9 +9,9 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.runner import Lap, timed
+from sakiyomi.evaluation.bench.runner import TimedRun, timed
 
-__all__ = ["OwnConfig", "counted_lap"]
+__all__ = ["OwnConfig", "run_counted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,16 @@ class OwnConfig(BenchConfig):
             raise InputError(f"contexts is {self.contexts}; expected one size of at least 1, or more")
 
 
-def counted_lap(peer: Transformers, calls: Iterable[tuple[Sequence[int], SamplingParams]]) -> Lap:
+def run_counted(peer: Transformers, calls: Iterable[tuple[Sequence[int], SamplingParams]]) -> TimedRun:
     """Run transformers on prompts with parameters of their own; tau is counted by the target's forwards."""
     calls = list(calls)
     forwards: list[None] = []
     hook = peer.model.register_forward_hook(lambda *_: forwards.append(None))
     try:
-        lap = timed(lambda: [peer.generate(prompt, params) for prompt, params in calls])
+        run = timed(lambda: [peer.generate(prompt, params) for prompt, params in calls])
     finally:
         hook.remove()
     # As with ours, the first pass and the first token of a text belong to the prompt. But with a draft model the first
     # forward over the prompt already verifies a draft.
     first = 0 if peer.assistant is not None else len(calls)
-    return lap.more(tau=(lap.tokens - first) / max(len(forwards) - first, 1))
+    return run.more(tau=(run.tokens - first) / max(len(forwards) - first, 1))

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from own_rows.common import OwnConfig, counted_lap
+from own_rows.common import OwnConfig, run_counted
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.runner import Contender, Lap, figured
+from sakiyomi.evaluation.bench.runner import Contender, TimedRun, figured
 from sakiyomi.model_executor.loading import same_tokenizer
 
 __all__ = ["cross"]
@@ -58,7 +58,7 @@ def cross(row: PairRow) -> Races:
             "plain": pair.peer("plain"),
             "universal assisted": Transformers(pair.target.model, pair.draft.model, steps, pair.stop, tokenizers=both),
         }
-        theirs = {f"transformers {name}": partial(counted_lap, peer, calls) for name, peer in peers.items()}
+        theirs = {f"transformers {name}": partial(run_counted, peer, calls) for name, peer in peers.items()}
     decode = partial(pair.target.tokenizer.decode, skip_special_tokens=True)
     yield Race([
         Contender(name, figured(run, partial(_characters, decode)), judge)
@@ -76,13 +76,13 @@ def _steps(pair: Pair, gamma: int) -> int:
     return math.ceil(gamma * counts[0] / counts[1])
 
 
-def _aligned(drafter: Any, run: Run, prompts: int) -> Lap:
+def _aligned(drafter: Any, run: Run, prompts: int) -> TimedRun:
     """With the milliseconds a round in which a drafter across tokenizers aligns the two tokenizations."""
     before = drafter.alignment_seconds
-    lap = run()
-    rounds = (lap.tokens - prompts) / lap.figures["tau"]
-    return lap.more(alignment_ms=1000 * (drafter.alignment_seconds - before) / max(rounds, 1))
+    timed = run()
+    rounds = (timed.tokens - prompts) / timed.figures["tau"]
+    return timed.more(alignment_ms=1000 * (drafter.alignment_seconds - before) / max(rounds, 1))
 
 
-def _characters(decode: Callable[[Any], str], lap: Lap) -> dict[str, float]:
-    return {"characters_per_second": sum(len(decode(list(text))) for text in lap.outputs) / lap.seconds}
+def _characters(decode: Callable[[Any], str], run: TimedRun) -> dict[str, float]:
+    return {"characters_per_second": sum(len(decode(list(text))) for text in run.outputs) / run.seconds}

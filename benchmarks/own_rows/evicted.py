@@ -16,7 +16,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
+from sakiyomi.evaluation.bench.runner import Spread, Standing, TimedRun
 
 __all__ = ["evicted"]
 
@@ -46,7 +46,7 @@ def evicted(row: PairRow) -> Races:
                 "self-evicted, gamma auto": (llm.conversation(), replace(fixed, gamma="auto")),
             }
             runs = {
-                name: partial(_lap, opened.enter_context(talk), prompt, params) for name, (talk, params) in ways.items()
+                name: partial(_run, opened.enter_context(talk), prompt, params) for name, (talk, params) in ways.items()
             }
             yield Race(runs, pair.judge(llm, [prompt]), f"{length} tokens", partial(_line, length))
     return row.conditions(llm, [text], alone=True, draft=draft)
@@ -64,11 +64,11 @@ def _text(pair: Pair, tokens: int) -> list[int]:
     return ids[:tokens]
 
 
-def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> Lap:
+def _run(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> TimedRun:
     """Seconds after the prompt; only the first run reads more of it than the last token."""
     done = talk.generate(prompt, params)
     seconds = done.stats.seconds - done.stats.prefill_seconds
-    return Lap(seconds, len(done.token_ids) - 1, (tuple(done.token_ids),), round_figures(done.stats))
+    return TimedRun(seconds, len(done.token_ids) - 1, (tuple(done.token_ids),), round_figures(done.stats))
 
 
 def _line(length: int, standings: Sequence[Standing]) -> list[dict[str, Any]]:

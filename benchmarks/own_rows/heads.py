@@ -11,9 +11,8 @@ from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_ms
-from sakiyomi.evaluation.bench.runner import Lap, figured
+from sakiyomi.evaluation.bench.runner import TimedRun, figured
 from sakiyomi.evaluation.tuning.candidates import available, made
-from sakiyomi.evaluation.tuning.config import PairConfig
 
 __all__ = ["heads"]
 
@@ -32,7 +31,7 @@ def heads(row: PairRow) -> Races:
     config, llm = row.config, row.llm("none")
     given = [] if config.draft == "auto" else [config.draft]
     given += [str(spec) for spec in parse_drafters(config.heads)] if config.heads else []
-    specs = [*given, *available(llm, PairConfig(target=config.target))]
+    specs = [*given, *available(llm, config.target)]
     found, why = made(specs, llm.drafter, given, row.note)
     ways = {"plain": EngineView(llm)} | {spec: EngineView(llm, own) for spec, own in found.items() if own is not None}
     for temperature in TEMPERATURES:
@@ -48,9 +47,9 @@ def heads(row: PairRow) -> Races:
     return row.conditions(llm, alone=True, sizes="auto")
 
 
-def _figures(tau: float | None, lap: Lap) -> dict[str, float]:
+def _figures(tau: float | None, run: TimedRun) -> dict[str, float]:
     """Milliseconds of a whole round, and tau of large trees."""
-    return {"round_ms": round_ms(lap.figures)} | ({} if tau is None else {"tau_16": tau})
+    return {"round_ms": round_ms(run.figures)} | ({} if tau is None else {"tau_16": tau})
 
 
 def _tree_tau(row: PairRow, way: EngineView, more: dict[str, Any]) -> float | None:

@@ -12,7 +12,7 @@ from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, generated
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Lap
+from sakiyomi.evaluation.bench.runner import TimedRun
 
 __all__ = ["learning"]
 
@@ -36,22 +36,22 @@ def learning(row: PairRow) -> Row:
             row.note(f"warming up, learning {name}")
             way.generate([[*prompts[0]][:1]], row.params(max_new_tokens=4))
             llm.wait()
-        laps: dict[str, list[Lap]] = {name: [] for name in ways}
+        runs: dict[str, list[TimedRun]] = {name: [] for name in ways}
         done: dict[str, list[Generation]] = {name: [] for name in ways}
         for i, prompt in enumerate(prompts):
             row.note(f"text {i + 1} of {len(prompts)}")
             for name in sorted(ways, reverse=bool(i % 2)):
-                lap, texts = generated(ways[name], [([prompt], params)])
-                laps[name].append(lap)
+                run, texts = generated(ways[name], [([prompt], params)])
+                runs[name].append(run)
                 done[name] += texts
     half = len(prompts) // 2
     parts = {"first": slice(0, half), "second": slice(half, None)}
     lines = [
-        {"half": part, "learning": name, **_figures(done[name][where], laps[name][where])}
+        {"half": part, "learning": name, **_figures(done[name][where], runs[name][where])}
         for part, where in parts.items()
         for name in ways
     ]
-    same = sum(one.outputs == other.outputs for one, other in zip(laps["off"], laps["on"], strict=True))
+    same = sum(one.outputs == other.outputs for one, other in zip(runs["off"], runs["on"], strict=True))
     gain = lines[3]["acceptance_rate"] / lines[2]["acceptance_rate"] if lines[2]["acceptance_rate"] else 0.0
     notes = [f"learning changes acceptance of the second half by {gain - 1:+.1%}"]
     notes.append(f"{same} of {len(prompts)} texts are equal")
@@ -64,8 +64,8 @@ def _spec(row: PairRow, learn: str) -> str:
     return f"{spec}[learn={learn}]" if learn else spec
 
 
-def _figures(done: Sequence[Generation], laps: Sequence[Lap]) -> dict[str, Any]:
+def _figures(done: Sequence[Generation], runs: Sequence[TimedRun]) -> dict[str, Any]:
     """Of one half of the texts; its seconds include the learning after each text."""
     stats = Stats.total(text.stats for text in done)
     figures = {"acceptance_rate": stats.acceptance_rate, "tau": stats.tau, "drafted": stats.drafted}
-    return figures | {"tokens_per_second": sum(lap.tokens for lap in laps) / sum(lap.seconds for lap in laps)}
+    return figures | {"tokens_per_second": sum(run.tokens for run in runs) / sum(run.seconds for run in runs)}

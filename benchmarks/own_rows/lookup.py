@@ -17,7 +17,7 @@ from importlib.resources import files
 
 from torch import Tensor
 
-from own_rows.common import counted_lap
+from own_rows.common import run_counted
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
@@ -87,7 +87,7 @@ def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> li
     runs: dict[str, Run] = {}
     if pair.config.peers:
         calls = [(task.prompt, task.params) for task in tasks]
-        runs["transformers prompt lookup"] = partial(counted_lap, pair.peer("prompt lookup"), calls)
+        runs["transformers prompt lookup"] = partial(run_counted, pair.peer("prompt lookup"), calls)
     runs["sakiyomi plain"] = task_run(EngineView(llm), tasks)
     runs |= {f"sakiyomi {spec}": task_run(EngineView(llm, llm.drafter(spec)), tasks) for spec in DRAFTERS}
     contenders = [Contender(name, run, judge) for name, run in runs.items()]
@@ -97,7 +97,7 @@ def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> li
 
 
 def task_run(way: EngineView, tasks: Sequence[Task]) -> Run:
-    """A lap of our engine over these tasks, one after the other."""
+    """A run of our engine over these tasks, one after the other."""
     return lambda: generated(way, [([task.prompt], task.params) for task in tasks])[0]
 
 

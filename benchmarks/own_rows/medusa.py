@@ -12,7 +12,7 @@ from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.medusa import heads_conditions
-from sakiyomi.evaluation.bench.runner import Lap, figured
+from sakiyomi.evaluation.bench.runner import TimedRun, figured
 
 __all__ = ["medusa"]
 
@@ -27,18 +27,18 @@ def medusa(row: PairRow) -> Races:
     assert llm.draft is not None and llm.draft.model is not None
     model = llm.draft.model
 
-    def own(lap: Lap) -> dict[str, float]:
+    def own(run: TimedRun) -> dict[str, float]:
         """Megabytes that the draft model takes: its weights, keys and values."""
         pairs = sum(part.nbytes for part in (*model.cache.keys, *model.cache.values))
         return {"draft_mb": ((model.weights.bytes or 0) + pairs) / 1e6}
 
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
     heads = {"draft_mb": drafter.guesser.bytes / 1e6}
-    ways: dict[str, tuple[Any, Callable[[Lap], Mapping[str, float]]]] = {
-        "plain": (EngineView(llm), lambda lap: {"draft_mb": 0.0}),
+    ways: dict[str, tuple[Any, Callable[[TimedRun], Mapping[str, float]]]] = {
+        "plain": (EngineView(llm), lambda run: {"draft_mb": 0.0}),
         "draft model": (llm, own),
-        "medusa": (EngineView(llm, drafter), lambda lap: heads),
-        "medusa+suffix+ngram": (EngineView(llm, merged), lambda lap: heads),
+        "medusa": (EngineView(llm, drafter), lambda run: heads),
+        "medusa+suffix+ngram": (EngineView(llm, merged), lambda run: heads),
     }
     for temperature in TEMPERATURES:
         runs = {

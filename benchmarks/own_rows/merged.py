@@ -87,7 +87,7 @@ def _mixed(row: PairRow, target: EngineView, taken: int) -> list[Task]:
 
 
 def _verdict(standings: list[Standing]) -> str:
-    """How the merged draft stands beside the better of the two, lap by lap."""
+    """How the merged draft stands beside the better of the two, run by run."""
     found = {standing.name: standing for standing in standings}
     better = max((found["model"], found["suffix"]), key=lambda standing: statistics.median(standing.speeds))
     ratio = found["suffix+model"].ratio_to(better)

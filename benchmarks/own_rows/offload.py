@@ -13,10 +13,10 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, peer_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, run_peer
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.runner import Lap, Standing
+from sakiyomi.evaluation.bench.runner import Standing, TimedRun
 
 __all__ = ["offload"]
 
@@ -45,7 +45,7 @@ def offload(row: PairRow) -> Races:
     speed = _disk_speed(_stream(drafted).files)
 
     def run(llm: LLM, way: Any = None, **params: Any) -> Run:
-        return partial(_lap, _stream(llm), row.run(llm if way is None else way, ignore_eos=True, **params))
+        return partial(_measured, _stream(llm), row.run(llm if way is None else way, ignore_eos=True, **params))
 
     runs = {"plain": run(drafted, EngineView(drafted), gamma=1)}
     runs |= {f"{nodes} nodes, {depth} levels": run(drafted, gamma=depth, nodes=nodes) for depth, nodes in TREES}
@@ -69,11 +69,11 @@ def _stream(llm: LLM) -> Any:
     return stream
 
 
-def _lap(stream: Any, run: Run) -> Lap:
+def _measured(stream: Any, run: Run) -> TimedRun:
     _drop(stream.files)
     before = stream.bytes_read
-    lap = run()
-    return lap.more(read_gb_per_second=(stream.bytes_read - before) / lap.seconds / 1e9)
+    timed = run()
+    return timed.more(read_gb_per_second=(stream.bytes_read - before) / timed.seconds / 1e9)
 
 
 def _line(standing: Standing) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _peer(pair: Pair, params: SamplingParams) -> Any:
     files = sorted(Path(pair.target.folder).glob("*.safetensors"))
     model.register_forward_pre_hook(lambda *_: _drop(files))
     peer = Transformers(model, None, 1, ())
-    return partial(peer_lap, peer, pair.prompts, params)
+    return partial(run_peer, peer, pair.prompts, params)
 
 
 def _drop(files: list[Path]) -> None:

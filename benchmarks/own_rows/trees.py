@@ -10,7 +10,7 @@ from sakiyomi.engine.machine import pass_seconds
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared
 from sakiyomi.evaluation.bench.meter import round_ms
-from sakiyomi.evaluation.bench.runner import Lap, figured
+from sakiyomi.evaluation.bench.runner import TimedRun, figured
 from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["selfdraft", "trees"]
@@ -37,7 +37,7 @@ def trees(row: PairRow) -> Races:
     auto = next(standing for standing in standings if standing.name == "auto")
     chains = [standing for standing in standings if standing.name.startswith("chain of")]
     best = max(chains, key=lambda standing: statistics.median(standing.speeds))
-    row.notes.append(f"auto against {best.name}, the fastest chain: {auto.ratio_to(best):.2f} in the median lap")
+    row.notes.append(f"auto against {best.name}, the fastest chain: {auto.ratio_to(best):.2f} in the median run")
     passes = pass_seconds(llm.target, (1, 4, 8, 16))
     costs: dict[str, Any] = {f"v{rows}": seconds / passes[1] for rows, seconds in passes.items() if rows > 1}
     model = llm.draft.model if llm.draft is not None else None
@@ -62,6 +62,6 @@ def selfdraft(row: PairRow) -> Races:
     return row.conditions(llm, alone=True, layers=layers)
 
 
-def _draft_share(lap: Lap) -> dict[str, float]:
+def _draft_share(run: TimedRun) -> dict[str, float]:
     """The share of a round that goes into drafting."""
-    return {"draft_share": lap.figures["draft_ms"] / max(round_ms(lap.figures), 1e-9)}
+    return {"draft_share": run.figures["draft_ms"] / max(round_ms(run.figures), 1e-9)}

@@ -154,7 +154,7 @@ def test_the_page_of_commands_has_every_command() -> None:
         (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
         (["generate", "x", "--compile", "true"], 2, "use compile='auto'"),
         (["bench", "--rows", "peers", "--no-peers"], 2, "peers is off"),
-        (["bench", "--rows", "passes"], 2, "python benchmarks/rows.py --rows passes"),
+        (["bench", "--rows", "passes"], 2, "python benchmarks/rows.py --help"),
         (["audit", "--count", "0"], 2, "count is 0"),
         (["demo", "--gamma", "0"], 2, "gamma is 0"),
         (["demo", "--draft", "none"], 2, "draft model"),
@@ -165,6 +165,9 @@ def test_the_page_of_commands_has_every_command() -> None:
         (["models", "lama", "--markdown"], 2, "python tests/causal_models.py"),
         (["train", "retriever", "--out", "x"], 2, "python recipes/retriever.py --out OUT"),
         (["bench", "inflate", "large", "--params", "1M"], 2, "python benchmarks/inflate.py OUT_FOLDER"),
+        (["train", "retriever", "--out", "x"], 2, "python recipes/retriever.py --out OUT"),
+        (["bench", "report", "inflate", "--sections", "nonesuch"], 2, "there is no section 'nonesuch'"),
+        (["train", "draft", "--target", "retriever"], 2, "--out (a folder for the model)"),
         (["nonesuch"], 2, "No such command"),
     ],
 )

@@ -42,7 +42,7 @@ from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.quality import Quality, perplexity
 from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
-from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
+from sakiyomi.evaluation.bench.runner import Agreement, Contender, Spread, TimedRun, race, same_tokens, timed
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.model_executor.early_exit import FirstLayers
@@ -78,13 +78,13 @@ def own_row(name: str, config: BenchConfig) -> Row:
 # ---------------------------------------------------------------- runner
 
 
-def test_contenders_take_turns_and_the_first_lap_does_not_count() -> None:
+def test_contenders_take_turns_and_the_first_run_does_not_count() -> None:
     order: list[str] = []
 
     def contender(name: str, seconds: list[float]) -> Contender:
-        def run() -> Lap:
+        def run() -> TimedRun:
             order.append(name)
-            return Lap(seconds.pop(0), 100, TEXT, {"tau": float(len(order))})
+            return TimedRun(seconds.pop(0), 100, TEXT, {"tau": float(len(order))})
 
         return Contender(name, run, same_tokens)
 
@@ -93,17 +93,17 @@ def test_contenders_take_turns_and_the_first_lap_does_not_count() -> None:
     )
     assert [name for name in order if len(name) == 1] == ["a", "b"] * 4
     assert first.speeds == [100.0, 50.0, 25.0]
-    assert (first.ratio, second.ratio) == (1.0, 4.0)  # of each lap: 2, 4, 4
+    assert (first.ratio, second.ratio) == (1.0, 4.0)  # of each run: 2, 4, 4
     shown = second.to_dict()
     assert (shown["low"], shown["tokens_per_second"], shown["high"]) == (100.0, 200.0, 200.0)
     assert shown["equal"]
 
 
 def test_unequal_outputs_have_no_speed() -> None:
-    """Even if they are unequal in one lap only, or in the warm-up."""
+    """Even if they are unequal in one run only, or in the warm-up."""
     outputs = [TEXT, TEXT, ((1, 2, 4),)]
-    good = Contender("good", lambda: Lap(1.0, 3, TEXT))
-    bad = Contender("bad", lambda: Lap(0.5, 3, outputs.pop()), same_tokens)
+    good = Contender("good", lambda: TimedRun(1.0, 3, TEXT))
+    bad = Contender("bad", lambda: TimedRun(0.5, 3, outputs.pop()), same_tokens)
     standings = race([good, bad], repeats=2)
     shown = standings[1].to_dict()
     assert shown["tokens_per_second"] is shown["ratio"] is shown["high"] is None
@@ -115,7 +115,7 @@ def test_unequal_outputs_have_no_speed() -> None:
 
 def test_other_weights_are_compared_among_themselves() -> None:
     def contender(name: str, text: tuple[tuple[int, ...], ...], against: str | None = None) -> Contender:
-        return Contender(name, lambda: Lap(1.0, 3, text), same_tokens, against)
+        return Contender(name, lambda: TimedRun(1.0, 3, text), same_tokens, against)
 
     rounded = ((7, 8),)
     standings = race(
@@ -132,7 +132,7 @@ def test_other_weights_are_compared_among_themselves() -> None:
     assert [line.get("weights") for line in shown] == [None, "other", "other", "other"]
     assert shown[3]["tokens_per_second"] is None
     assert "other weights than base, compared with a: a; b; c" in of_race("x", "title", standings).notes
-    alone = Contender("d", lambda: Lap(1.0, 3, rounded), against="d")
+    alone = Contender("d", lambda: TimedRun(1.0, 3, rounded), against="d")
     notes = of_race("x", "title", race([contender("base", TEXT), alone], repeats=1)).notes
     assert "other weights than base, not compared: d" in notes
 
@@ -140,7 +140,8 @@ def test_other_weights_are_compared_among_themselves() -> None:
 def test_explained_differences_keep_their_speed() -> None:
     judge = lambda expected, got: Agreement(False, True, "a near-tie")  # noqa: E731
     standings = race(
-        [Contender("a", lambda: Lap(1.0, 3, TEXT)), Contender("b", lambda: Lap(1.0, 3, (), {}), judge)], repeats=1
+        [Contender("a", lambda: TimedRun(1.0, 3, TEXT)), Contender("b", lambda: TimedRun(1.0, 3, (), {}), judge)],
+        repeats=1,
     )
     shown = standings[1].to_dict()
     assert shown["tokens_per_second"] == 3.0
@@ -149,10 +150,10 @@ def test_explained_differences_keep_their_speed() -> None:
 
 
 def test_what_two_equal_things_show_is_not_claimed() -> None:
-    """Laps of 100, 110 and 99 tokens/s: neighbours are up to 10/9 apart, in either direction."""
+    """Runs of 100, 110 and 99 tokens/s: neighbours are up to 10/9 apart, in either direction."""
 
     def contender(name: str, seconds: list[float]) -> Contender:
-        return Contender(name, lambda: Lap(seconds.pop(0), 100, TEXT), same_tokens)
+        return Contender(name, lambda: TimedRun(seconds.pop(0), 100, TEXT), same_tokens)
 
     standings = race(
         [
@@ -189,15 +190,15 @@ def test_same_tokens(got: tuple[tuple[int, ...], ...], note: str) -> None:
     assert note in found.note
 
 
-def test_no_lap_begins_after_the_deadline() -> None:
+def test_no_run_begins_after_the_deadline() -> None:
     calls: list[int] = []
-    contender = Contender("a", lambda: calls.append(1) or Lap(1.0, 1))  # type: ignore[func-returns-value]
+    contender = Contender("a", lambda: calls.append(1) or TimedRun(1.0, 1))  # type: ignore[func-returns-value]
     race([contender], repeats=5, until=time.perf_counter() - 1)
     assert len(calls) == 2  # the warm-up, and one that counts
 
 
 def test_bad_races_are_refused() -> None:
-    contender = Contender("a", lambda: Lap(1.0, 1))
+    contender = Contender("a", lambda: TimedRun(1.0, 1))
     with pytest.raises(InputError, match="repeats is 0"):
         race([contender], repeats=0)
     with pytest.raises(InputError, match="one name"):
@@ -205,9 +206,9 @@ def test_bad_races_are_refused() -> None:
 
 
 def test_timed_counts_tokens() -> None:
-    lap = timed(lambda: [[1, 2], [3]])
-    assert (lap.tokens, lap.outputs) == (3, ((1, 2), (3,)))
-    assert lap.seconds > 0
+    run = timed(lambda: [[1, 2], [3]])
+    assert (run.tokens, run.outputs) == (3, ((1, 2), (3,)))
+    assert run.seconds > 0
 
 
 def test_condition_line_leaves_out_what_is_unknown() -> None:
@@ -577,11 +578,12 @@ def test_never_slower_row(pair: BenchConfig) -> None:
 
 
 def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(cache: SlotCache, requests: int, columns: int) -> None:
+    def needs(cache: SlotCache, requests: int, columns: int) -> int:
         if requests > 1:
             raise MemoryLimitError("the KV cache needs too much")
+        return 0
 
-    monkeypatch.setattr(SlotCache, "check", check)
+    monkeypatch.setattr(SlotCache, "needs", needs)
     found = suites.measure("sweep", dataclasses.replace(pair, batch_sizes=(1, 2, 4)))
     assert [line["batch"] for line in found.lines] == [1]
     assert found.notes[0] == "batch of 2 and above: the KV cache needs too much"
@@ -811,21 +813,24 @@ def test_a_row_that_fails_closes_what_it_has_opened(pair: BenchConfig) -> None:
 
     def races(row: PairRow) -> Races:
         try:
-            yield Race([Contender("dies", lambda: pytest.fail("a lap"))])
+            yield Race([Contender("dies", lambda: pytest.fail("a run"))])
         finally:
             closed.append(row.name)
         return {}
 
-    with pytest.raises(pytest.fail.Exception, match="a lap") as held:
+    with pytest.raises(pytest.fail.Exception, match="a run") as held:
         declared("tokens/s")(races)(PairRow("x", pair, silent))
     assert closed == ["x"] and held.value is not None
 
 
 def test_rows_that_left_say_where_they_are(pair: BenchConfig) -> None:
+    """The script itself says which rows it has."""
     assert not set(script.ROWS) & set(suites.ROWS)
     for name in script.ROWS:
-        with pytest.raises(InputError, match=f"python benchmarks/rows.py --rows {name}"):
+        with pytest.raises(InputError, match=rf"no row '{name}'.*python benchmarks/rows.py --help"):
             suites.run(dataclasses.replace(pair, rows=(name,)))
+    with pytest.raises(InputError, match=r"no row 'stories'; rows are bookkeeping, .* offload, and all$"):
+        suites.run(dataclasses.replace(pair, rows=("stories",)), rows=script.ROWS)
 
 
 def test_rows_that_make_their_own_models_need_no_draft(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,11 +99,11 @@ def test_lines_in_and_out(tmp_path: Path) -> None:
     try:
         assert process.settings == {"version": "1.0", "threads": 1}
         assert process.alive
-        lap = process.lap([[[1, 2], [3]], [[4]]], 2)
-        assert lap.outputs == ((3, 4), (3, 4), (4, 5))
-        assert lap.tokens == 6
-        assert 0.02 <= lap.seconds < 5
-        assert process.lap([[[299]]], 3).outputs == ((299, 0, 1),)
+        found = process.run([[[1, 2], [3]], [[4]]], 2)
+        assert found.outputs == ((3, 4), (3, 4), (4, 5))
+        assert found.tokens == 6
+        assert 0.02 <= found.seconds < 5
+        assert process.run([[[299]]], 3).outputs == ((299, 0, 1),)
     finally:
         process.close()
     assert not process.alive
@@ -122,10 +122,10 @@ def test_an_engine_that_is_not_installed(tmp_path: Path) -> None:
 def test_an_engine_that_dies(tmp_path: Path) -> None:
     process = EngineProcess(fake(tmp_path, DIES), tmp_path, TASK)
     with pytest.raises(UnsupportedError, match=r"died by SIGABRT: .*out of luck"):
-        process.lap([[[1]]], 1)
+        process.run([[[1]]], 1)
     assert not process.alive
     with pytest.raises(UnsupportedError, match="died by SIG"):
-        process.lap([[[1]]], 1)
+        process.run([[[1]]], 1)
     ends = fake(tmp_path, "import sys\n\ndef start(task):\n    sys.exit('no licence')", "ends")
     with pytest.raises(UnsupportedError, match="ended with exit code 1: no licence"):
         EngineProcess(ends, tmp_path, TASK)
@@ -146,15 +146,15 @@ def test_an_engine_that_answers_garbage(answer: str, said: str, tmp_path: Path) 
     script = f"read line; echo '{{\"settings\": {{}}}}'; read line; echo '{answer}'; read line"
     process = EngineProcess(fake(tmp_path, "", python=script), tmp_path, TASK)
     with pytest.raises(UnsupportedError, match=said):
-        process.lap([[[1]]], 2)
+        process.run([[[1]]], 2)
     assert not process.alive
 
 
 def test_what_an_engine_cannot_do_does_not_end_it(tmp_path: Path) -> None:
     process = EngineProcess(fake(tmp_path, FUSSY), tmp_path, TASK)
     with pytest.raises(UnsupportedError, match="ValueError: one at a time"):
-        process.lap([[[1], [2]]], 2)
-    assert process.lap([[[1]], [[2]]], 2).outputs == ((7, 7), (7, 7))
+        process.run([[[1], [2]]], 2)
+    assert process.run([[[1]], [[2]]], 2).outputs == ((7, 7), (7, 7))
     process.close()
 
 
@@ -196,7 +196,7 @@ def test_an_engine_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     process = EngineProcess(fake(tmp_path, "", python=script), tmp_path, TASK, writing=0.3)
     began = time.perf_counter()
     with pytest.raises(UnsupportedError, match=r"gave no answer within 0.3 seconds"):
-        process.lap([[[1]]], 2)
+        process.run([[[1]]], 2)
     assert time.perf_counter() - began < 20
     child = Path(f"/proc/{int((tmp_path / 'child').read_text(encoding='utf-8'))}/stat")
     if Path("/proc/self").exists():
@@ -245,7 +245,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> BenchConfig:
 
 @pytest.fixture
 def measured(pair: BenchConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
-    """One engine that works, one that dies in its first lap, one without an environment; small loads."""
+    """One engine that works, one that dies in its first run, one without an environment; small loads."""
     good, dead = fake(tmp_path, GOOD, "good"), fake(tmp_path, DIES, "dead")
     absent = Fake("Engine absent", "absent", "absent-package", ("float32", "int8"), drafts=False)
     monkeypatch.setattr(contest, "ENGINES", (dead, absent, good))
@@ -371,11 +371,11 @@ def test_an_installed_engine_writes_the_tokens_of_transformers(
         task["draft"] = None if other is None or not engine.drafts else str(engine.checkpoint(other, kind))
         process = EngineProcess(engine, folder, task)
         try:
-            assert process.lap([[prompt] for prompt in prompts], 24).outputs == expected
+            assert process.run([[prompt] for prompt in prompts], 24).outputs == expected
             if process.drafted and engine.key == "onnxruntime":
                 with pytest.raises(UnsupportedError, match="one request at a time"):
-                    process.lap([prompts], 24)
+                    process.run([prompts], 24)
             else:
-                assert process.lap([prompts], 24).outputs == expected
+                assert process.run([prompts], 24).outputs == expected
         finally:
             process.close()

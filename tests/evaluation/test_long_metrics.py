@@ -145,6 +145,12 @@ def test_leval_of_several_right_letters(tmp_path: Path) -> None:
     assert [item.score(answer) for answer in ("DB", "BD.", "B", "")] == [1, 1, 0, 0]
 
 
+def test_leval_with_another_number_of_answers_is_refused(tmp_path: Path) -> None:
+    row = {"input": "A story.", "instructions": ["Who?", "Where?"], "outputs": ["A fox"], "evaluation": "f1"}
+    with pytest.raises(LoadError, match="2 instructions and 1 outputs; expected one output for each"):
+        list(read_leval(write(tmp_path / "a.jsonl", row)))
+
+
 def test_leval_that_people_judge_is_refused(tmp_path: Path) -> None:
     row = {"input": "x", "instructions": ["?"], "outputs": ["y"], "evaluation": "human"}
     with pytest.raises(InputError, match="judged by a person"):

@@ -187,17 +187,20 @@ def test_experts(table: PackedWeights, name: str) -> None:
                 assert choice != expert or torch.equal(found[row, place], alone[row])
 
 
-def test_layers_of_several_formats_are_computed_together(table: PackedWeights) -> None:
-    """As q, k and v of a file whose values have more bits."""
-    rows = some_rows(5, 512, torch.float32)[None]
-    names = ("Q4_K", "Q4_K", "Q6_K", "Q8_0", "F16", "F32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [5, 48])
+def test_layers_of_several_formats_are_computed_together(table: PackedWeights, count: int, dtype: torch.dtype) -> None:
+    """As q, k and v of a file whose values have more bits; beside layers that are in no blocks."""
+    rows = some_rows(count, 512, dtype)[None]
+    names = ("Q4_K", "Q4_K", "Q6_K", "Q8_0", "F16", "F32", "BF16")
     layers = [
-        add_linear(table, name, random_blocks(name, 64 + 8 * i, 512, i), None, torch.float32, rounded=i != 1)
+        add_linear(table, name, random_blocks(name, 64 + 8 * i, 512, i), None, dtype, rounded=i != 1)
         for i, name in enumerate(names)
     ]
+    layers += [table.add_linear(torch.randn(40, 512).to(dtype), None, bits=bits) for bits in (4, 8, 16)]
     alone = [layer(rows) for layer in layers]
     join_siblings(table, layers)
-    begin(table, 5)
+    begin(table, count)
     for layer, expected in zip(layers, alone, strict=True):
         assert torch.equal(layer(rows), expected)
 

@@ -399,7 +399,8 @@ def test_functions_have_the_types_of_the_sources() -> None:
     found = build.signatures()
     number, pointer = ctypes.c_int64, ctypes.c_void_p
     assert found["sk_weights"] == ([], number)
-    assert found["sk_weight"] == ([number, *[pointer] * 5, number, number, ctypes.c_int], number)
+    one = ctypes.c_int
+    assert found["sk_weight"] == ([number, *[pointer] * 5, number, number, one, number, one], number)
     assert found["sk_bind"] == ([pointer], ctypes.c_char_p)
     assert found["sk_free_weights"] == ([number], None)
     assert found["sk_ranked"][0][3] == ctypes.c_uint64

@@ -24,7 +24,7 @@ STORY_UNTIL, KERNELS_UNTIL, TABLE_UNTIL = 20.0, 24.0, 46.0
 """Seconds after the start at which the story is cut, waiting for kernels ends, and the table gets no further runs."""
 STORY_LEAST = 6.0
 """Seconds that the story has in any case, once it has begun."""
-LAP_COST = 34.0
+TABLE_COST = 34.0
 """Cost of a warm-up and a run of all four ways, per token of text, in tokens of the story; a rough guess."""
 SHORTEST, LONGEST = 8, 64
 
@@ -129,7 +129,7 @@ def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> dict[st
     """
     with progress("recording passes") as status:
         llm.wait(max(0.0, KERNELS_UNTIL - (time.time() - began)))
-        tokens = int((TABLE_UNTIL - (time.time() - began)) * speed / LAP_COST)
+        tokens = int((TABLE_UNTIL - (time.time() - began)) * speed / TABLE_COST)
         if tokens < SHORTEST:
             say("", "the table is left out: this machine is busy. sakiyomi bench measures it, however long it takes")
             return None

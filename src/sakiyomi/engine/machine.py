@@ -148,11 +148,11 @@ def pass_seconds(model: ModelRunner, rows: Sequence[int], *, context: int = 128,
         model.score([SequenceRows(slot, 0, tokens[:context], prompt=True)], last=True)
         model.cache.commit(slot, 0, range(context))
         times: dict[int, list[float]] = {count: [] for count in rows}
-        for lap in range(repeats + 1):
+        for repeat in range(repeats + 1):
             for count in rows:
                 segment = SequenceRows(slot, context, tokens[context : context + count])
                 seconds = _timed(lambda s=segment: model.score([s]))  # type: ignore[misc]
-                if lap:
+                if repeat:
                     times[count].append(seconds)
         return {count: statistics.median(found) for count, found in times.items()}
 

@@ -61,8 +61,13 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   const int64_t blocks = ends.back(), all = blocks * ((rows + together - 1) / together), share = std::max<int64_t>(grain, blocks / pieces_of_work);
   std::atomic<int64_t> next = 0;
   parallel_for(0, all, grain, [&](int64_t, int64_t) {
-    std::optional<Tiles> tiles;
+    std::optional<Tiles> tiles;  // blocks of GGUF files have others
     if (tiled && !in_groups) tiles.emplace(rows);
+    auto by_tiles = [&](const Weight& w, const auto& given, auto* y, int64_t first) {
+      std::optional<Tiles> own;
+      if (in_groups) own.emplace(rows);
+      block_of_tiles(w, given, rows, y, first);
+    };
     int64_t t = 0, end = 0;
     for (;; ++t) {
       if (t == end) t = next.fetch_add(share), end = std::min(all, t + share);
@@ -80,11 +85,11 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
       else if (w.scales)
         block_of_halves(w, *rounded, panel, y, first);
       else if (w.scale && tiled)
-        block_of_tiles(w, *rounded, rows, y, first);
+        by_tiles(w, *rounded, y, first);
       else if (w.scale)
         block(w, *rounded, panel, y, first);
       else if (std::is_same_v<T, bf16> && tiled)
-        block_of_tiles(w, (const bf16*)x, rows, (bf16*)y, first);
+        by_tiles(w, (const bf16*)x, (bf16*)y, first);
       else
         block(w, wide, panel, y, first);
     }

@@ -9,21 +9,22 @@ from dataclasses import dataclass, field
 from sakiyomi.train.config import (
     AdamOptions,
     AnsweredConfig,
-    LayersConfig,
+    HeadConfig,
+    HeadLayers,
     LlamaSizes,
     LoopOptions,
     MachineOptions,
     RunConfig,
+    StepOptions,
     TaughtConfig,
-    TextRunConfig,
-    UnrolledConfig,
+    TextOptions,
     WholeSizes,
 )
 from sakiyomi.train.settings import Group, Settings, require, setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainTarget(TextRunConfig):
+class TrainTarget(RunConfig):
     """Train a Llama target and its tokenizer from text files.
 
     Attributes:
@@ -35,6 +36,7 @@ class TrainTarget(TextRunConfig):
     Example: sakiyomi train target --text stories.jsonl --out my-target --minutes 60
     """
 
+    text: TextOptions = field(default=TextOptions())
     tokenizer: str = setting("")
     sizes: WholeSizes = field(default=WholeSizes())
     first_layers: int = setting(0, least=0)
@@ -126,7 +128,7 @@ class TrainDraft(TaughtConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainEagle(LayersConfig, UnrolledConfig):
+class TrainEagle(HeadConfig):
     """Train an EAGLE-3 head on a target, whose hidden states it reads.
 
     Attributes:
@@ -139,12 +141,18 @@ class TrainEagle(LayersConfig, UnrolledConfig):
     Example: sakiyomi train eagle --target FOLDER --text stories.jsonl --out my-head --minutes 40
     """
 
+    sizes: HeadLayers = field(default=HeadLayers())
+    steps: StepOptions = field(default=StepOptions())
     draft_vocab: int = setting(0, least=0)
     own_head: bool = setting(False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_one_length(self.steps.unroll, "unroll ")
+
 
 @dataclass(frozen=True, kw_only=True)
-class TrainMtp(UnrolledConfig):
+class TrainMtp(HeadConfig):
     """Train a layer for further tokens (MTP) on a target, its own or a new one.
 
     Attributes:
@@ -154,11 +162,16 @@ class TrainMtp(UnrolledConfig):
     Example: sakiyomi train mtp --target FOLDER --text stories.jsonl --out my-layer --minutes 40
     """
 
+    steps: StepOptions = field(default=StepOptions())
     init: str = setting("")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_one_length(self.steps.unroll, "unroll ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainBlock(LayersConfig):
+class TrainBlock(HeadConfig):
     """Train a block drafter on a target, which guesses several tokens in one pass.
 
     Attributes:
@@ -178,6 +191,7 @@ class TrainBlock(LayersConfig):
     Example: sakiyomi train block --target FOLDER --text stories.jsonl --out my-drafter --minutes 40
     """
 
+    sizes: HeadLayers = field(default=HeadLayers())
     layers: int = setting(2, least=1, most=16)
     guesses: int = setting(7, least=1, most=32)
     anchors: int = setting(32, least=1)

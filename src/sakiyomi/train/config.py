@@ -216,6 +216,33 @@ class AdamOptions(Group):
     weight_decay: float = setting(0.01, least=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadLayers(Group):
+    """Layers of a head's own kind, which read the outputs of some of the target's layers.
+
+    Attributes:
+        reads: Layers of the target whose outputs are read, counted from 0; by default the method's own choice.
+            Repeatable.
+        kv_heads: Key/value heads of a layer; 0: as many as the target has.
+        intermediate: Width of a layer's MLP; 0: the target's width.
+    """
+
+    reads: tuple[int, ...] = setting((), least=0)
+    kv_heads: int = setting(0, least=0)
+    intermediate: int = setting(0, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(Group):
+    """Training of a head that drafts token by token.
+
+    Attributes:
+        unroll: Draft steps of each training position; from the second step on the head reads its own features.
+    """
+
+    unroll: int = setting(5, least=1, most=16)
+
+
 # ---------------------------------------------------------------- runs, from the general to the special
 
 
@@ -237,14 +264,7 @@ class RunConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRunConfig(RunConfig):
-    """A run that trains a whole model on text."""
-
-    text: TextOptions = TextOptions()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaughtConfig(TextRunConfig):
+class TaughtConfig(RunConfig):
     """A run that learns from a target, on text and on what the target writes.
 
     Attributes:
@@ -258,6 +278,7 @@ class TaughtConfig(TextRunConfig):
         eval_minutes: Minutes of training between acceptance measurements.
     """
 
+    text: TextOptions = TextOptions()
     target: str = setting("", needed="the model to draft for")
     greedy_weight: float = setting(0.5, least=0)
     sampling: SampleOptions = SampleOptions()
@@ -285,37 +306,6 @@ class HeadConfig(TaughtConfig):
     text: TextOptions = TextOptions(muon_lr=0.05, adam_lr=0.005, weight_decay=0.0)
     step_decay: float = setting(0.8, above=0, most=1)
     loss: str = setting("ce", choices=("ce", "tv", "lk"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayersConfig(HeadConfig):
-    """A head with layers of its own kind, which reads the outputs of some of the target's layers.
-
-    Attributes:
-        reads: Layers of the target whose outputs are read, counted from 0; by default the method's own choice.
-            Repeatable.
-        kv_heads: Key/value heads of a layer; 0: as many as the target has.
-        intermediate: Width of a layer's MLP; 0: the target's width.
-    """
-
-    reads: tuple[int, ...] = setting((), least=0)
-    kv_heads: int = setting(0, least=0)
-    intermediate: int = setting(0, least=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnrolledConfig(HeadConfig):
-    """A head that drafts token by token.
-
-    Attributes:
-        unroll: Draft steps of each training position; from the second step on the head reads its own features.
-    """
-
-    unroll: int = setting(5, least=1, most=16)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_one_length(self.unroll, "unroll ")
 
 
 @dataclass(frozen=True, kw_only=True)

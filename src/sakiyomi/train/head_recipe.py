@@ -23,7 +23,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import DEPTH, MEASURING, Continuations, measured, measured_on, ranked, worth
 from sakiyomi.train.checkpoint import writing
-from sakiyomi.train.config import HeadConfig, LayersConfig, UnrolledConfig
+from sakiyomi.train.config import HeadConfig, HeadLayers, StepOptions
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import TargetStates, layer_config
 from sakiyomi.train.losses import soft_loss
@@ -34,8 +34,6 @@ from sakiyomi.train.taught import Taught
 PIECE = 512
 """Tokens of one piece of a batch, small enough that activations stay in the caches of a CPU."""
 Settings = TypeVar("Settings", bound=HeadConfig)
-LayersSettings = TypeVar("LayersSettings", bound=LayersConfig)
-UnrolledSettings = TypeVar("UnrolledSettings", bound=UnrolledConfig)
 
 
 class HeadRecipe(Taught[Settings]):
@@ -149,7 +147,7 @@ class HeadRecipe(Taught[Settings]):
         return Result(self.head, self.layers, measures, self.loop.epochs(self.sources), more)
 
 
-class LayersRecipe(HeadRecipe[LayersSettings]):
+class LayersRecipe(HeadRecipe[Settings]):
     """A head with layers of its own kind, which reads the outputs of some of the target's layers.
 
     Attributes:
@@ -163,14 +161,13 @@ class LayersRecipe(HeadRecipe[LayersSettings]):
     def check_target(self) -> None:
         """See `Taught`."""
         super().check_target()
-        config, text = self.config, self.target.config.get_text_config()
-        count = int(text.num_hidden_layers)
-        self.reads = config.reads or tuple(min(max(layer, 0), count - 1) for layer in self.usual_reads(count))
+        asked, count = self.config.group(HeadLayers), int(self.target.config.get_text_config().num_hidden_layers)
+        self.reads = asked.reads or tuple(min(max(layer, 0), count - 1) for layer in self.usual_reads(count))
         if max(self.reads) >= count:
             raise InputError(
-                f"reads is {self.reads}, and {config.target} has {count} layers; set --reads to 0 .. {count - 1}"
+                f"reads is {self.reads}, and {self.config.target} has {count} layers; set --reads to 0 .. {count - 1}"
             )
-        self.sizes = layer_config(self.target, kv_heads=config.kv_heads, intermediate=config.intermediate)
+        self.sizes = layer_config(self.target, kv_heads=asked.kv_heads, intermediate=asked.intermediate)
         heads, kv_heads = self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"]
         if heads % kv_heads:
             raise InputError(
@@ -206,7 +203,7 @@ class Unrolled(nn.Module):
         """Of the head over the vocabulary, (tokens, hidden)."""
 
 
-class UnrolledRecipe(HeadRecipe[UnrolledSettings]):
+class UnrolledRecipe(HeadRecipe[Settings]):
     """Such a head learns to predict the target.
 
     Attributes:
@@ -219,7 +216,7 @@ class UnrolledRecipe(HeadRecipe[UnrolledSettings]):
     def check_target(self) -> None:
         """See `Taught`."""
         super().check_target()
-        self.positions_ahead = self.config.unroll
+        self.positions_ahead = self.config.group(StepOptions).unroll
 
     def losses(self, ids: Tensor, step: int) -> Tensor:
         """See `HeadRecipe`."""
@@ -227,7 +224,7 @@ class UnrolledRecipe(HeadRecipe[UnrolledSettings]):
         joined, last = self.states(ids)
         wanted, counts = self.wanted(last[:, 1:].flatten(0, 1), self.known)
         found = []
-        for ahead, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], config.unroll)):
+        for ahead, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], self.positions_ahead)):
             weights = counts.view(hidden.shape[:2]).float()
             weights[:, :ahead] = 0
             found.append(soft_loss(hidden.flatten(0, 1), head.weight(), wanted, weights.flatten(), config.loss))

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sakiyomi.train.config import TextRunConfig
+from sakiyomi.train.config import TextOptions
 
 LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
 """Ends the name of a layer: Llama and Whisper have ``layers``, T5 has ``block``."""
 
 
-def text_optimizers(settings: TextRunConfig, model: nn.Module) -> list[Optimizer]:
+def text_optimizers(options: TextOptions, model: nn.Module) -> list[Optimizer]:
     """Muon and AdamW over all parameters of a whole model."""
-    config = settings.text
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     layers = [layer for name, layer in model.named_modules() if LAYER.search(name)]
@@ -27,14 +26,16 @@ def text_optimizers(settings: TextRunConfig, model: nn.Module) -> list[Optimizer
     linear = {id(part.weight) for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (matrices if id(parameter) in linear and config.muon_lr else others).append(parameter)
+            (matrices if id(parameter) in linear and options.muon_lr else others).append(parameter)
     optimizers: list[Optimizer] = []
     if matrices:
         optimizers.append(
-            Muon(matrices, config.muon_lr, config.weight_decay, torch.bfloat16 if config.passes == "bf16" else None)
+            Muon(matrices, options.muon_lr, options.weight_decay, torch.bfloat16 if options.passes == "bf16" else None)
         )
     if others:
-        optimizers.append(torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+        optimizers.append(
+            torch.optim.AdamW(others, lr=options.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+        )
     return with_peaks(optimizers)
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.peers import launched
 from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, writing
-from sakiyomi.train.config import RunConfig, TextRunConfig
+from sakiyomi.train.config import RunConfig, TextOptions
 from sakiyomi.train.data import TextSpec, parse_texts, parse_valid, read_records
 from sakiyomi.train.export import Result, write_card
 from sakiyomi.train.loop import Learner, Loop
@@ -26,7 +26,6 @@ from sakiyomi.train.progress import Reporter
 from sakiyomi.train.workers import ALONE, Workers, started
 
 Settings = TypeVar("Settings", bound=RunConfig)
-TextSettings = TypeVar("TextSettings", bound=TextRunConfig)
 
 
 class Recipe(Learner, Generic[Settings]):
@@ -87,17 +86,18 @@ class Recipe(Learner, Generic[Settings]):
         """Measure and write what was trained, when the budget is spent."""
 
 
-class TextRecipe(Recipe[TextSettings]):
-    """A recipe that reads texts and chats, with Muon and AdamW."""
+class TextRecipe(Recipe[Settings]):
+    """A recipe that reads texts and chats, with Muon and AdamW; one group of its settings is `TextOptions`."""
 
     def files(self) -> list[TextSpec]:
         """See `Recipe`."""
-        self.passes = self.config.text.passes
-        return parse_texts("--text", self.config.text.text)
+        options = self.config.group(TextOptions)
+        self.passes = options.passes
+        return parse_texts("--text", options.text)
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
         """See `Recipe`."""
-        return text_optimizers(self.config, model)
+        return text_optimizers(self.config.group(TextOptions), model)
 
 
 def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Self, get_type_hints
+from typing import Any, Self, TypeVar, get_type_hints
 
 from sakiyomi.core.errors import InputError
 
@@ -76,6 +76,9 @@ class Group:
                 _check(field, getattr(self, field.name))
 
 
+Kind = TypeVar("Kind", bound=Group)
+
+
 @dataclass(frozen=True)
 class Flag:
     """A setting as the command line shows it.
@@ -139,6 +142,11 @@ class Settings(Group):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             found |= dataclasses.asdict(value) if isinstance(value, Group) else {field.name: value}
+        return found
+
+    def group(self, kind: type[Kind]) -> Kind:
+        """The one group of this kind."""
+        (found,) = (value for value in vars(self).values() if isinstance(value, kind))
         return found
 
     def changed(self, **values: Any) -> Self:

@@ -45,7 +45,7 @@ class Measured:
     """What the checks of some texts need.
 
     Attributes:
-        prompts, expected: token ids of prompts, and the reference's greedy texts behind them.
+        prompts, expected: token ids of prompts, and the reference's greedy texts after them.
         noise: of the reference, as it is known until now.
         about: other attributes of the report.
     """
@@ -74,7 +74,7 @@ def audit(
         drafts: others to check beside the same target, each as ``LLM`` takes it.
         config: how much is checked.
         options: other arguments of ``LLM``: dtype, exact, quantize and so on.
-        note: is told what is going on.
+        note: receives progress messages.
 
     Raises:
         SakiyomiError: what ``LLM`` raises.
@@ -156,7 +156,7 @@ class Auditor:
         longest = max(map(len, ids))
         if longest + config.max_new_tokens > engine.max_context:
             raise InputError(
-                f"max_new_tokens is {config.max_new_tokens}; behind prompts of up to {longest} tokens the context of "
+                f"max_new_tokens is {config.max_new_tokens}; after prompts of up to {longest} tokens the context of "
                 f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
             )
         name, reference, write = self._judge
@@ -293,6 +293,6 @@ class Auditor:
 
 
 def _write(prompts: Texts, llm: EngineView, params: SamplingParams, *, batched: bool = False) -> Texts:
-    """Texts behind all prompts, one after the other or all at once."""
+    """Texts after all prompts, one after the other or all at once."""
     batches = [prompts] if batched else [[prompt] for prompt in prompts]
     return [list(done.token_ids) for batch in batches for done in llm.generate(batch, params)]

@@ -70,7 +70,7 @@ class SampledTests:
         prompts: token ids.
         reference: gives the target's logits.
         config: how much is tested.
-        note: is told what is going on.
+        note: receives progress messages.
     """
 
     def __init__(

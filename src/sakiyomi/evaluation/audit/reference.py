@@ -206,7 +206,7 @@ class EngineReference(HFReference):
         return self._walk(prompt, tokens, step)
 
     def _walk(self, prompt: Sequence[int], tokens: Sequence[int], step: int | None = None) -> Tensor:
-        """Logits by passes of so many tokens behind the prompt; the cache evicts as it does in generation."""
+        """Logits by passes of so many tokens after the prompt; the cache evicts as it does in generation."""
         ids, eviction = [*prompt, *tokens[:-1]], self.model.eviction
         rows: list[Tensor] = []
         with self.model.cache.lent(len(ids)) as slot:
@@ -216,7 +216,7 @@ class EngineReference(HFReference):
                 behind = step is not None and at >= len(prompt)
                 far = len(ids) if step is None else at + step if behind else len(prompt)
                 end = min(len(ids), far, eviction.boundary(slot, len(prompt)))
-                # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
+                # Rows of a prompt may be computed otherwise; but after it no row sees a part of the text only.
                 prompt_rows = at < len(prompt) or (not behind and eviction.sparse is None)
                 rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).logits.clone())
                 if eviction.needs_log_probs:

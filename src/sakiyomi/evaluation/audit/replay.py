@@ -2,7 +2,7 @@
 
 A verifier is lossless if it gives the target's distribution whatever was drafted, so that it may be tested on any chain
 of distributions. A wrong verifier shows best on distributions of the pair itself. A few recorded rows become a Markov
-chain: a first row, one row behind each of its tokens by rank, and then the first row again. ``TableModel`` looks these
+chain: a first row, one row after each of its tokens by rank, and then the first row again. ``TableModel`` looks these
 rows up instead of running a model; engine, drafter and verifier are the real ones.
 """
 
@@ -71,7 +71,7 @@ class Recording:
 
     Attributes:
         target, draft: (states, v) distributions over the tokens that occur.
-        step: of each state the state behind each token.
+        step: of each state the state after each token.
     """
 
     target: Tensor
@@ -154,7 +154,7 @@ def _normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Columns:
-    """Stands in for a KV cache: keeps the states behind the tokens of every slot."""
+    """Stands in for a KV cache: keeps the states after the tokens of every slot."""
 
     def __init__(self, slots: int) -> None:
         self.max_slots = slots
@@ -199,7 +199,7 @@ class TableModel:
 
     Args:
         probs: (states, v) distribution of each state.
-        step: of each state the state behind each token; a text begins in the first state behind its first token.
+        step: of each state the state after each token; a text begins in the first state after its first token.
         slots: requests at once.
     """
 

@@ -24,7 +24,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
 from sakiyomi.evaluation.bench.contest import Load, opened
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, our_lap, peer_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, run_ours, run_peer
 from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
@@ -85,10 +85,10 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
     if config.peers:
         row.note("loading it with transformers")
         ways = WAYS[:2] if _has_draft_model(config) else WAYS[:1]
-        theirs = {f"transformers {way}": partial(peer_lap, pair.peer(way), pair.prompts, params) for way in ways}
-    ours = {"sakiyomi plain": partial(our_lap, EngineView(llm), pair.prompts, params)}
+        theirs = {f"transformers {way}": partial(run_peer, pair.peer(way), pair.prompts, params) for way in ways}
+    ours = {"sakiyomi plain": partial(run_ours, EngineView(llm), pair.prompts, params)}
     if llm.draft is not None:
-        ours[f"sakiyomi, draft {llm.draft.name}"] = partial(our_lap, llm, pair.prompts, params)
+        ours[f"sakiyomi, draft {llm.draft.name}"] = partial(run_ours, llm, pair.prompts, params)
     contenders = row.contenders(llm, ours, theirs)
     load = Load("", pair.prompts, config.max_new_tokens)
     with ExitStack() as stack:

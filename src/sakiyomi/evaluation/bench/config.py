@@ -25,7 +25,7 @@ class TextSettings(TargetSettings):
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
-        count: most prompts that are used.
+        count: maximum number of prompts.
         max_new_tokens: new tokens of each text.
         repeats: measured runs of each contender; one run before them warms up.
     """
@@ -45,11 +45,11 @@ class PairSettings(TextSettings):
     """The same, with settings of drafts and passes.
 
     Attributes:
-        heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
+        heads: Medusa heads of the target: a folder, or tales-medusa (the default for tales).
         gamma: draft tokens a round.
         prompt_tokens: prompts are cut to this many tokens.
-        compile: record decoding passes before they are measured, as an LLM that was asked for nothing does while it
-            runs; otherwise everything is eager.
+        compile: record decoding passes before they are measured, as an LLM does by default while it runs; otherwise
+            all passes are eager.
     """
 
     heads: str | None = None
@@ -69,8 +69,8 @@ class BenchConfig(PairSettings):
     Attributes:
         rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
             the draft. all: speculative, stories, sweep, oracle, peers, dropin, typical.
-        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row minute any draft.
-        heads: for row typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER; row minute takes any drafter.
+        heads: for row typical, Medusa heads of the target: a folder, or tales-medusa (the default for tales).
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
             text, not with that of other programs. Row dropin ignores it; row peers measures this kind beside the pair's
             dtype, and every kind without it.
@@ -147,7 +147,7 @@ class BenchConfig(PairSettings):
         """
         heads = self.heads or MEDUSA_HEADS.get(self.target)
         if heads is None:
-            raise InputError(f"rows medusa and typical need heads of {self.target}; give their folder with --heads")
+            raise InputError(f"no Medusa heads are known for {self.target}; give their folder with --heads")
         return heads
 
     @property
@@ -170,7 +170,7 @@ class CardConfig(TextSettings):
     """A target to be measured for others to see.
 
     Attributes:
-        draft: what proposes draft tokens, as of `sakiyomi generate`.
+        draft: what proposes draft tokens, as for `sakiyomi generate`.
         out: name of the two files to write: OUT.md, a page, and OUT.json.
         quantize: int8 or int4: quantize the weights of our own target; its text is then compared with its own plain
             text.

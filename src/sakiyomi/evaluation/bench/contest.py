@@ -18,7 +18,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.reference import HFReference
 from sakiyomi.evaluation.bench.engines.process import EngineProcess
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder, environments
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, peer_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, run_peer
 from sakiyomi.evaluation.bench.models import WAYS, Pair
 from sakiyomi.evaluation.bench.quality import perplexity
 from sakiyomi.evaluation.bench.runner import Contender, Outputs
@@ -57,7 +57,7 @@ class Load:
         """Contenders of the other engines that still run, with this load."""
         batches = [self.prompts] if self.together else [[prompt] for prompt in self.prompts]
         return [
-            Contender(name, partial(other.lap, batches, self.tokens), optional=True)
+            Contender(name, partial(other.run, batches, self.tokens), optional=True)
             for name, other in others.items()
             if other.alive and not (self.reads and other.drafted)
         ]
@@ -202,13 +202,13 @@ def _contenders(row: PairRow, llm: LLM, load: Load, others: Mapping[str, EngineP
         ways = WAYS[:1] if load.reads or together else WAYS
         peers = {f"transformers {way}": row.pair.peer(way) for way in ways}
         params = row.params(**more)
-        theirs = {name: partial(peer_lap, peer, prompts, params, together=together) for name, peer in peers.items()}
+        theirs = {name: partial(run_peer, peer, prompts, params, together=together) for name, peer in peers.items()}
     ours = {"sakiyomi plain": row.run(EngineView(llm), prompts=prompts, together=together, **more)}
     if not load.reads:
         ours["sakiyomi speculative"] = row.run(llm, prompts=prompts, together=together, **more)
         ours["sakiyomi, gamma auto"] = row.run(llm, prompts=prompts, together=together, gamma="auto", **more)
     texts = Texts(row.pair.target.model, load)
     return [
-        replace(contender, run=load.counted(contender.run)).figured(lambda lap: texts.figures(lap.outputs))
+        replace(contender, run=load.counted(contender.run)).figured(lambda run: texts.figures(run.outputs))
         for contender in (*row.contenders(llm, ours, theirs, prompts), *load.raced(others))
     ]

@@ -12,7 +12,7 @@ from sakiyomi.drafters.oracle import Oracle
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared
 from sakiyomi.evaluation.bench.meter import round_ms
-from sakiyomi.evaluation.bench.runner import Lap, Standing
+from sakiyomi.evaluation.bench.runner import Standing, TimedRun
 from sakiyomi.theory import expected_tokens
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -34,7 +34,7 @@ def oracle(row: PairRow) -> Races:
     points = [(rate, row.config.gamma) for rate in RATES]
     points += [(1.0, gamma) for gamma in GAMMAS if gamma != row.config.gamma]
 
-    def lap(rate: float, run: Run) -> Lap:
+    def run_at(rate: float, run: Run) -> TimedRun:
         drafter.rate = rate
         return run()
 
@@ -44,7 +44,7 @@ def oracle(row: PairRow) -> Races:
             yield _point(rate, gamma, standing, plain, len(row.pair.prompts))
 
     runs = {"plain": row.run(EngineView(llm), ignore_eos=True)}
-    runs |= {f"{r:g}, gamma {n}": partial(lap, r, row.run(llm, gamma=n, ignore_eos=True)) for r, n in points}
+    runs |= {f"{r:g}, gamma {n}": partial(run_at, r, row.run(llm, gamma=n, ignore_eos=True)) for r, n in points}
     plain, *_ = yield Race(runs, row.pair.judge(llm), lines=lines)
     return row.conditions(llm, draft="oracle", plain_tokens_per_second=statistics.median(plain.speeds))
 
@@ -52,12 +52,12 @@ def oracle(row: PairRow) -> Races:
 def _point(rate: float, gamma: int, standing: Standing, plain: Standing, texts: int) -> dict[str, Any]:
     shown = standing.to_dict()
     expected = expected_tokens(rate, gamma)
-    length = standing.laps[0].tokens // texts - 1  # the first token of each text is the prompt's
+    length = standing.runs[0].tokens // texts - 1  # the first token of each text is the prompt's
     return {
         "rate": rate,
         "gamma": gamma,
         "expected": expected,
-        "tau": statistics.fmean(lap.figures["tau"] for lap in standing.laps),
+        "tau": statistics.fmean(run.figures["tau"] for run in standing.runs),
         "passes": round(length * texts / shown["tau"]),
         "least": math.ceil(length / (gamma + 1)) * texts if rate == 1.0 else None,
         "oracle_tokens_per_second": shown["tokens_per_second"],

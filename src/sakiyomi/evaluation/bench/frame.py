@@ -25,9 +25,9 @@ from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Run, Standing, race, timed
+from sakiyomi.evaluation.bench.runner import Contender, Judge, Run, Standing, TimedRun, race, timed
 
-__all__ = ["PairRow", "Race", "Races", "Run", "declared", "generated", "lengths", "our_lap", "peer_lap"]
+__all__ = ["PairRow", "Race", "Races", "Run", "declared", "generated", "lengths", "run_ours", "run_peer"]
 
 Prompts = Sequence[Sequence[int]]
 Calls = Iterable[tuple[Prompts, SamplingParams]]
@@ -43,7 +43,7 @@ class Race:
         judge: of those that are given by name; None: their outputs are not compared.
         where: names the race, if the row has several.
         lines: lines of the table; by default one for each contender.
-        until: reading of ``time.perf_counter`` after which no further round of runs begins.
+        until: value of ``time.perf_counter`` after which no further round of runs begins.
     """
 
     contenders: Mapping[str, Run] | Sequence[Contender]
@@ -86,7 +86,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
     return decorate
 
 
-def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
+def generated(way: Any, calls: Calls) -> tuple[TimedRun, list[Generation]]:
     """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other; the generations come too."""
     done: list[Generation] = []
 
@@ -95,13 +95,13 @@ def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
             done.extend(way.generate([list(prompt) for prompt in prompts], params))
         return [result.token_ids for result in done]
 
-    lap = timed(work)
-    return lap.more(**round_figures(Stats.total(result.stats for result in done))), done
+    run = timed(work)
+    return run.more(**round_figures(Stats.total(result.stats for result in done))), done
 
 
-def our_lap(
+def run_ours(
     way: Any, prompts: Prompts, params: SamplingParams, *, together: bool = False, kept: list[Generation] | None = None
-) -> Lap:
+) -> TimedRun:
     """Run our engine on all prompts, one after the other or all at once, with its counts and what its passes read.
 
     Args:
@@ -112,13 +112,13 @@ def our_lap(
         kept: takes the generations.
     """
     with Meter(way.engine) as meter:
-        lap, done = generated(way, [(prompts, params)] if together else [([prompt], params) for prompt in prompts])
+        run, done = generated(way, [(prompts, params)] if together else [([prompt], params) for prompt in prompts])
     if kept is not None:
         kept += done
-    return lap.more(**meter.figures(), latency_seconds=statistics.median(result.stats.seconds for result in done))
+    return run.more(**meter.figures(), latency_seconds=statistics.median(result.stats.seconds for result in done))
 
 
-def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams, *, together: bool = False) -> Lap:
+def run_peer(peer: Transformers, prompts: Prompts, params: SamplingParams, *, together: bool = False) -> TimedRun:
     """The same with transformers: all prompts, one after the other or all at once."""
     batches = [prompts] if together else [[prompt] for prompt in prompts]
     return timed(lambda: [text for batch in batches for text in peer.generate_batch(batch, params)])
@@ -170,9 +170,9 @@ class PairRow:
         return SamplingParams(**{"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma} | more)
 
     def run(self, way: Any, *, prompts: Prompts | None = None, together: bool = False, **more: Any) -> Run:
-        """A run of our engine, see ``our_lap``; the pair's prompts if no others are given, and ``params(**more)``."""
+        """A run of our engine, see ``run_ours``; the pair's prompts if no others are given, and ``params(**more)``."""
         prompts = self.pair.prompts if prompts is None else prompts
-        return partial(our_lap, way, prompts, self.params(**more), together=together)
+        return partial(run_ours, way, prompts, self.params(**more), together=together)
 
     def contenders(
         self, llm: LLM, ours: Mapping[str, Run], theirs: Mapping[str, Run] | None = None, prompts: Prompts | None = None

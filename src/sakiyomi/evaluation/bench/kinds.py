@@ -97,7 +97,7 @@ def bars(
     text: str = "{value:.2f}",
     **look: Any,
 ) -> Panel:
-    """A panel of horizontal bars, the first line on top, each bar with its value behind it.
+    """A panel of horizontal bars, the first line on top, each bar with its value after it.
 
     Args:
         ys: the figures, a bar each in every line; their styles do not count.
@@ -105,7 +105,7 @@ def bars(
         names: format string of the name of a line.
         colours: of the theme's, line by line, the last one for all further ones; by default one each figure.
         marks: names of figures that a diamond shows, by figure.
-        text: format string of what is written behind a bar, given ``value`` and ``mark``.
+        text: format string of what is written after a bar, given ``value`` and ``mark``.
         look: given to ``axes.set``.
     """
 

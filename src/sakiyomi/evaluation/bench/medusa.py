@@ -16,8 +16,8 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.reference import EngineReference
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared, our_lap
-from sakiyomi.evaluation.bench.runner import Lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, declared, run_ours
+from sakiyomi.evaluation.bench.runner import TimedRun
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
 
@@ -40,7 +40,7 @@ def typical(row: PairRow) -> Races:
         # The paper ties the two: delta is the root of epsilon.
         lossy = replace(params, acceptance="typical", epsilon=epsilon, delta=math.sqrt(epsilon))
         ways[f"typical, epsilon {epsilon:g}"] = (way, lossy)
-    runs = {name: partial(_typical_lap, *how, llm, row.pair.prompts) for name, how in ways.items()}
+    runs = {name: partial(_run_typical, *how, llm, row.pair.prompts) for name, how in ways.items()}
     row.warm(runs, llm)
     yield Race(runs)
     row.notes.append("typical is lossy: tau and speed are those of another text")
@@ -55,13 +55,13 @@ def heads_conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, A
     return {"heads": config.medusa_heads, "heads_mb": drafter.guesser.bytes / 1e6, "tuned": size}
 
 
-def _typical_lap(way: Any, params: SamplingParams, llm: LLM, prompts: Sequence[Sequence[int]]) -> Lap:
+def _run_typical(way: Any, params: SamplingParams, llm: LLM, prompts: Sequence[Sequence[int]]) -> TimedRun:
     """With the distance of the text, which is measured after the clock has stopped."""
     done: list[Generation] = []
-    lap = our_lap(way, prompts, params, kept=done)
+    run = run_ours(way, prompts, params, kept=done)
     lossy = params.acceptance == "typical"
     far = [_distance(llm, prompt, text, params) for prompt, text in zip(prompts, done, strict=True)] if lossy else [0.0]
-    return lap.more(TV=statistics.fmean(far))
+    return run.more(TV=statistics.fmean(far))
 
 
 def _distance(llm: LLM, prompt: Sequence[int], done: Generation, params: SamplingParams) -> float:

@@ -68,7 +68,7 @@ class Quality:
         """Contenders of one model's weights, with ``perplexity`` and ``match`` among their figures."""
         chunks = [(chunk[:1], chunk[1:]) for chunk in self.chunks]
         constant = {"perplexity": perplexity(logits, chunks)} if chunks else {}
-        return [contender.figured(lambda lap: constant | self.matches(lap.outputs)) for contender in contenders]
+        return [contender.figured(lambda run: constant | self.matches(run.outputs)) for contender in contenders]
 
     def matches(self, outputs: Sequence[Sequence[int]]) -> dict[str, float]:
         """Share of the texts with a reference that begin with it, leading spaces aside; nothing without references.

@@ -77,7 +77,7 @@ def of_race(
         conditions: further ones; the number of runs and the noise are added.
     """
     before = f"{where}: " if where else ""
-    conditions["runs"] = len(standings[0].laps)
+    conditions["runs"] = len(standings[0].runs)
     if lines is None or not where:
         conditions[f"A/A {where}".strip()] = Spread.shown(standings)
     notes = race_notes(standings) if lines is None else _differences(standings)

@@ -1,7 +1,7 @@
 """Contenders side by side in one process: A B C A B C ..., a warm-up first, outputs compared in the same process.
 
-Knows no model: a contender is a name and a function that runs once and returns a ``Lap``. A contender whose outputs
-differ from those of the first one gets no speed.
+Knows no model: a contender is a name and a function that runs once and returns a ``TimedRun``. A contender whose
+outputs differ from those of the first one gets no speed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 
-__all__ = ["Agreement", "Contender", "Judge", "Lap", "Run", "Spread", "Standing", "figured", "race", "same_tokens"]
+__all__ = ["Agreement", "Contender", "Judge", "Run", "Spread", "Standing", "TimedRun", "figured", "race", "same_tokens"]
 __all__ += ["timed"]
 
 Outputs = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Lap:
+class TimedRun:
     """One run of one contender.
 
     Attributes:
@@ -43,21 +43,21 @@ class Lap:
         """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def more(self, **figures: float) -> Lap:
+    def more(self, **figures: float) -> TimedRun:
         """The same with further figures."""
         return replace(self, figures=self.figures | figures)
 
 
-Run = Callable[[], Lap]
+Run = Callable[[], TimedRun]
 """Runs a contender once."""
 
 
-def figured(run: Run, figures: Callable[[Lap], Mapping[str, float]]) -> Run:
+def figured(run: Run, figures: Callable[[TimedRun], Mapping[str, float]]) -> Run:
     """The same run with further figures, which are computed after the clock has stopped."""
 
-    def more() -> Lap:
-        lap = run()
-        return lap.more(**figures(lap))
+    def more() -> TimedRun:
+        timed_run = run()
+        return timed_run.more(**figures(timed_run))
 
     return more
 
@@ -100,7 +100,7 @@ class Contender:
     against: str | None = None
     optional: bool = False
 
-    def figured(self, figures: Callable[[Lap], Mapping[str, float]]) -> Contender:
+    def figured(self, figures: Callable[[TimedRun], Mapping[str, float]]) -> Contender:
         """The same with further figures."""
         return replace(self, run=figured(self.run, figures))
 
@@ -111,14 +111,14 @@ class Standing:
 
     Attributes:
         name: of the contender.
-        laps: its runs, without the warm-up.
+        runs: timed, without the warm-up.
         ratio: its speed / the baseline's in the same round of runs, the median over all.
         agreement: with the baseline's outputs, or with those of another.
         against: the other, which has the same weights; None: it was the baseline.
     """
 
     name: str
-    laps: tuple[Lap, ...]
+    runs: tuple[TimedRun, ...]
     ratio: float
     agreement: Agreement
     against: str | None = None
@@ -126,15 +126,15 @@ class Standing:
     @property
     def speeds(self) -> list[float]:
         """Tokens per second of each run."""
-        return [lap.speed for lap in self.laps]
+        return [run.speed for run in self.runs]
 
     def median(self, figure: str) -> float:
         """The median of a figure."""
-        return statistics.median(lap.figures[figure] for lap in self.laps)
+        return statistics.median(run.figures[figure] for run in self.runs)
 
     def ratio_to(self, other: Standing) -> float:
         """Its speed / another's in the same round of runs, the median over all."""
-        return _ratio(self.laps, other.laps)
+        return _ratio(self.runs, other.runs)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; no speed where the outputs are not accepted."""
@@ -147,11 +147,11 @@ class Standing:
         }
         if not self.agreement.accepted:
             shown = dict.fromkeys(shown, None) | {"name": self.name}
-        for name in self.laps[0].figures:
+        for name in self.runs[0].figures:
             shown[name] = self.median(name)
         if self.against is not None:
             shown["weights"] = "other"
-        return shown | {"tokens": self.laps[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
+        return shown | {"tokens": self.runs[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,8 @@ def race(
         contenders: one or more.
         repeats: measured runs of each.
         warm_up: runs before them; their outputs are compared, their times do not count.
-        until: reading of ``time.perf_counter`` after which no further round of runs begins; at least one is measured.
-        note: is told what is going on.
+        until: value of ``time.perf_counter`` after which no further round of runs begins; at least one is measured.
+        note: receives progress messages.
         lost: takes a line for each optional contender that failed and was left out.
 
     Raises:
@@ -230,50 +230,50 @@ def race(
     names = [contender.name for contender in contenders]
     if len(set(names)) != len(names):
         raise InputError(f"two contenders have one name in {names}")
-    laps: dict[str, list[Lap]] = {name: [] for name in names}
-    for lap in range(1 - warm_up, repeats + 1):
-        if lap > 1 and time.perf_counter() > until:
+    runs: dict[str, list[TimedRun]] = {name: [] for name in names}
+    for number in range(1 - warm_up, repeats + 1):
+        if number > 1 and time.perf_counter() > until:
             break
         for contender in contenders:
-            note(f"run {lap} of {repeats}: {contender.name}")
+            note(f"run {number} of {repeats}: {contender.name}")
             try:
                 # The outputs of the warm-up count too: a text has to be the same in every run.
-                laps[contender.name].append(contender.run())
+                runs[contender.name].append(contender.run())
             except UnsupportedError as error:
                 if not contender.optional or lost is None:
                     raise
                 lost.append(f"{contender.name} is left out: {error}")
                 contenders = [other for other in contenders if other is not contender]
-    baseline = laps[names[0]]
+    baseline = runs[names[0]]
     return [
         Standing(
             contender.name,
-            tuple(laps[contender.name][warm_up:]),
-            _ratio(laps[contender.name][warm_up:], baseline[warm_up:]),
-            _agreement(contender, laps[contender.name], laps[contender.against or names[0]][0].outputs),
+            tuple(runs[contender.name][warm_up:]),
+            _ratio(runs[contender.name][warm_up:], baseline[warm_up:]),
+            _agreement(contender, runs[contender.name], runs[contender.against or names[0]][0].outputs),
             contender.against,
         )
         for contender in contenders
     ]
 
 
-def timed(work: Callable[[], Sequence[Sequence[int]]]) -> Lap:
+def timed(work: Callable[[], Sequence[Sequence[int]]]) -> TimedRun:
     """Time work that gives lists of token ids."""
     began = time.perf_counter()
     outputs = tuple(tuple(text) for text in work())
     seconds = time.perf_counter() - began
-    return Lap(seconds, sum(map(len, outputs)), outputs)
+    return TimedRun(seconds, sum(map(len, outputs)), outputs)
 
 
-def _ratio(laps: Sequence[Lap], baseline: Sequence[Lap]) -> float:
+def _ratio(runs: Sequence[TimedRun], baseline: Sequence[TimedRun]) -> float:
     return statistics.median(
-        lap.speed / other.speed if other.speed else 0.0 for lap, other in zip(laps, baseline, strict=True)
+        run.speed / other.speed if other.speed else 0.0 for run, other in zip(runs, baseline, strict=True)
     )
 
 
-def _agreement(contender: Contender, laps: Sequence[Lap], expected: Outputs) -> Agreement:
+def _agreement(contender: Contender, runs: Sequence[TimedRun], expected: Outputs) -> Agreement:
     if contender.judge is None:
         return Agreement(None, True)
-    different = list(dict.fromkeys(lap.outputs for lap in laps))
+    different = list(dict.fromkeys(run.outputs for run in runs))
     found = [contender.judge(expected, outputs) for outputs in different]
     return min(found, key=lambda agreement: (agreement.accepted, agreement.equal))

@@ -11,7 +11,7 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.engine.hf_generate import custom_generate
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, lengths, peer_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Race, Races, Run, declared, lengths, run_peer
 from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing
@@ -23,7 +23,7 @@ def everybody(row: PairRow, llm: LLM, *, peers: Sequence[str] = (), auto: bool =
     With ``auto`` also ours with gamma "auto".
     """
     pair = row.pair
-    theirs = {f"transformers {way}": partial(peer_lap, pair.peer(way), pair.prompts, row.params()) for way in peers}
+    theirs = {f"transformers {way}": partial(run_peer, pair.peer(way), pair.prompts, row.params()) for way in peers}
     ours = {"sakiyomi plain": row.run(EngineView(llm)), "sakiyomi speculative": row.run(llm)}
     if auto:
         ours["sakiyomi, gamma auto"] = row.run(llm, gamma="auto")
@@ -128,9 +128,9 @@ def dropin(row: PairRow) -> Races:
         f"custom_generate, gamma {config.gamma}": peer(draft, None, loop=loop.using(gamma=config.gamma)),
         "custom_generate": ours,
     }
-    runs: dict[str, Run] = {name: partial(peer_lap, way, pair.prompts, params) for name, way in ways.items()}
+    runs: dict[str, Run] = {name: partial(run_peer, way, pair.prompts, params) for name, way in ways.items()}
     runs[f"custom_generate, batch of {len(pair.prompts)}"] = partial(
-        peer_lap, ours, pair.prompts, params, together=True
+        run_peer, ours, pair.prompts, params, together=True
     )
     yield Race(runs, pair.judge())
     graphs = {"gamma": config.gamma, "graphs": "recorded" if config.compile else "eager"}

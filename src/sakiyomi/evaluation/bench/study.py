@@ -41,7 +41,7 @@ def line(value: Any) -> str:
 
 
 def append(path: Path, values: Iterable[Any], remedy: str) -> None:
-    """Write values behind the others, a line each, and have them on the disk.
+    """Append values to a file, a line of JSON each, and sync it to the disk.
 
     Args:
         path: of the file; it and its folder are made.

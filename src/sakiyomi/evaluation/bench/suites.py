@@ -69,10 +69,9 @@ def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
     """Names of the rows to run; ``all`` leaves out rows whose heads are not known."""
     for name in config.rows:
         if name not in (*rows, ALL):
-            raise InputError(
-                f"there is no row {name!r}; rows are {', '.join(rows)}, and all. Rows that compare ways of sakiyomi's "
-                f"own are run in the source repository: python benchmarks/rows.py --rows {name}"
-            )
+            more = "; rows about sakiyomi's own code are in the source repository: python benchmarks/rows.py --help"
+            known = f"rows are {', '.join(rows)}, and all{more if rows is ROWS else ''}"
+            raise InputError(f"there is no row {name!r}; {known}")
     if ALL not in config.rows:
         return config.rows or ("minute",)
     absent = {"minute"} | ({"typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set())

@@ -144,7 +144,7 @@ class Calibration:
         for gamma in (*RUN, "auto"):
             candidate.alone.setdefault(gamma, []).extend(candidate.write([prompt], self.params, gamma))
         self._plain(prompt)
-        for rounds in self.plain[-2:]:  # before and behind
+        for rounds in self.plain[-2:]:  # before and after
             candidate.plain += rounds
 
     def _count(self, prompts: Prompts, candidate: Candidate) -> None:

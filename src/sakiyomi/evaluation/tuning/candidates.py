@@ -27,14 +27,14 @@ def named(config: PairConfig) -> list[str]:
     return [*config.draft, *_folder(config.drafts)]
 
 
-def available(llm: LLM, config: PairConfig) -> list[str]:
-    """Specs that need nothing but the target, and what lies beside it."""
+def available(llm: LLM, target: str) -> list[str]:
+    """Specs of drafters that need nothing but the target and its folder; ``target``: its name, as the user gave it."""
     found = [*TEXT]
-    if config.target in DRAFTS:
-        found.append(f"model:{DRAFTS[config.target]}")
+    if target in DRAFTS:
+        found.append(f"model:{DRAFTS[target]}")
     own = {"medusa": MEDUSA_HEADS, "eagle": EAGLE_HEADS, "block": BLOCK_DRAFTERS}
-    found += [f"{kind}:{heads[config.target]}" for kind, heads in own.items() if config.target in heads]
-    found += heads_beside(folder_of(config.target))
+    found += [f"{kind}:{heads[target]}" for kind, heads in own.items() if target in heads]
+    found += heads_beside(folder_of(target))
     layers = int(getattr(llm.target.config, "num_hidden_layers", 0))
     if layers >= 4:
         found.append(f"early-exit:{layers // 2}")
@@ -52,7 +52,7 @@ def made(
         specs: of drafters.
         make: is called with each.
         needed: specs that have to work.
-        note: is told what is going on.
+        note: receives progress messages.
 
     Returns:
         What was made, and messages of the others, both by spec.

@@ -20,7 +20,7 @@ class PairConfig(TargetSettings):
         drafts: folder of candidates, each a folder with a small model; unusable ones are listed with the reason.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default beginnings of stories.
             Every second prompt calibrates, the others are kept for the comparison.
-        count: most prompts that are used.
+        count: maximum number of prompts.
         prompt_tokens: prompts are cut to this many tokens.
         max_new_tokens: new tokens of each text.
         temperature: of the texts; 0: greedy.
@@ -28,7 +28,7 @@ class PairConfig(TargetSettings):
         seconds: about how long it may take; the number of prompts follows from it.
         all: measure every configuration on all prompts of the comparison, however long that takes, and report how far
             predictions were off.
-        quantize: int8 or int4: as the target will run.
+        quantize: int8 or int4: quantize the target's weights, if it will run so.
         save: keep the result, so that draft auto uses it for this target from now on.
         watch: choose nothing: measure the draft that was chosen before, and say whether its acceptance has fallen.
     """
@@ -69,7 +69,7 @@ class TuneConfig(TargetSettings):
         prompts: how many of them.
         new_tokens: longest answer.
         max_nodes: largest tree.
-        quantize: int8 or int4: as the target will run.
+        quantize: int8 or int4: quantize the target's weights, if it will run so.
     """
 
     heads: str = field(metadata={"argument": "HEADS"})

@@ -148,7 +148,7 @@ def _prompts(config: TuneConfig, llm: LLM) -> list[list[int]]:
 
 
 def ranks_of(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Ranks:
-    """Ranks that heads gave to what the target wrote behind each prompt."""
+    """Ranks that heads gave to what the target wrote after each prompt."""
     target = llm.target
 
     def hidden_of(ids: Sequence[int]) -> torch.Tensor:

@@ -27,7 +27,8 @@ class PlanConfig:
     """Numbers of a pair and a machine.
 
     Attributes:
-        alpha: acceptance of the first draft token, again for the second, ...; the last holds for all behind it.
+        alpha: acceptance rate of the first draft token (again for the second, and so on); the last one holds for all
+            further tokens.
         c: time of a draft step in plain target steps; from the sizes if not given.
         c_hat: operations of a draft step in those of a target step; from the sizes if not given.
         v: time of a pass over so many rows in passes over one, ROWS=RATIO, for instance 5=1.33 (again for each;
@@ -41,10 +42,10 @@ class PlanConfig:
         bits: of a weight of the target.
         draft_bits: of a weight of the draft.
         kv_per_token: bytes of the target's keys and values of one token: 512KiB.
-        draft_kv_per_token: the same of the draft.
+        draft_kv_per_token: bytes of the draft's keys and values of one token.
         context: tokens in the cache.
         bandwidth: bytes that the machine reads in a second: 40GB.
-        operations: that it computes in a second: 2T.
+        operations: operations that the machine computes in a second: 2T.
         plot: write the curves to this .png or .svg file.
     """
 
@@ -98,7 +99,7 @@ class PlanConfig:
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:
-    """All of it, as JSON values.
+    """Compute the plan as JSON values.
 
     Returns:
         ``gamma`` and ``speedup`` of the best one (0 and 1: plain decoding), ``lines`` by gamma from 0 on, ``c``,
@@ -217,7 +218,7 @@ def _number(name: str, text: str | None) -> float:
     found = re.fullmatch(r"(\d*\.?\d+)\s*([kmgt]?)(i?)(b?)(?:/s)?", (text or "").strip().lower())
     if found is None or (found[3] and not found[2]):
         raise InputError(f"{name} is {text!r}; expected a number such as 7B, 134M, 512KiB or 40GB")
-    # A B alone is a thousand million weights; behind another letter it stands for bytes.
+    # A B alone is a thousand million weights; after another letter it stands for bytes.
     unit = found[2] or (found[4] if name.endswith("size") else "")
     value = float(found[1]) * (1024.0 if found[3] else 1000.0) ** _UNITS[unit]
     if not math.isfinite(value):

@@ -60,7 +60,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
             f"a prompt of {max(map(len, prompts))} tokens and {config.max_new_tokens} new ones do not fit into "
             f"{llm.max_context}; lower --prompt-tokens or --max-new-tokens"
         )
-    found, why = made([*specs, *available(llm, config)], partial(Candidate.on, llm), config.draft, note)
+    found, why = made([*specs, *available(llm, config.target)], partial(Candidate.on, llm), config.draft, note)
     candidates = [candidate for candidate in found.values() if candidate is not None]
     refused = [{"draft": spec, "refused": message} for spec, message in why.items()]
     note("recording passes")
@@ -135,7 +135,7 @@ class _Runs:
     Attributes:
         draft, gamma: what it is.
         engine: with the drafter.
-        texts: (tokens, passes, seconds) of each, behind the prompt's pass.
+        texts: (tokens, passes, seconds) of each, after the prompt's pass.
     """
 
     draft: str

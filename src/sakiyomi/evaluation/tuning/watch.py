@@ -84,7 +84,7 @@ class Heard:
 def watched(
     engine: Engine, heard: Heard | None, prompts: Sequence[Sequence[int]], params: SamplingParams
 ) -> list[list[Round]]:
-    """Run some requests at once: of each the rounds behind the prompt's pass, which gives the first token.
+    """Run some requests at once: of each the rounds after the prompt's pass, which gives the first token.
 
     Args:
         engine: nothing else runs on it.
@@ -124,7 +124,7 @@ def judged(draft: Draft, tokens: Sequence[int]) -> tuple[Judged, ...]:
 
     Args:
         draft: tree or chain; siblings stand in the order of their ranks.
-        tokens: that were committed in its place and behind it.
+        tokens: that were committed in its place and after it.
     """
     tree = draft.tree
     below: dict[int, list[int]] = {}

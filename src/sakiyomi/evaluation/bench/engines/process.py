@@ -15,7 +15,7 @@ from typing import Any
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.evaluation.bench.engines.registry import OtherEngine
-from sakiyomi.evaluation.bench.runner import Lap
+from sakiyomi.evaluation.bench.runner import TimedRun
 
 WORKER = Path(__file__).with_name("worker.py")
 STARTING, WRITING = 900.0, 600.0
@@ -96,7 +96,7 @@ class EngineProcess:
         """Whether the process still runs."""
         return self._process.poll() is None
 
-    def lap(self, batches: Sequence[Sequence[Sequence[int]]], tokens: int) -> Lap:
+    def run(self, batches: Sequence[Sequence[Sequence[int]]], tokens: int) -> TimedRun:
         """Write so many tokens after each prompt; the prompts of a batch at once, the batches one after the other.
 
         Raises:
@@ -106,12 +106,12 @@ class EngineProcess:
         found = self._ask({"batches": batches, "tokens": tokens}, "outputs", self._writing)
         try:
             outputs = tuple(tuple(map(int, text)) for text in found["outputs"])
-            lap = Lap(float(found["seconds"]), sum(map(len, outputs)), outputs)
+            run = TimedRun(float(found["seconds"]), sum(map(len, outputs)), outputs)
         except (KeyError, TypeError, ValueError) as error:
             raise self._ended(f"answered {_short(json.dumps(found))}, which has no outputs and seconds") from error
         if [len(text) for text in outputs] != [tokens] * sum(map(len, batches)):
-            raise self._ended(f"wrote {lap.tokens} tokens where {tokens} for each of {sum(map(len, batches))} were due")
-        return lap
+            raise self._ended(f"wrote {run.tokens} tokens where {tokens} for each of {sum(map(len, batches))} were due")
+        return run
 
     def close(self) -> None:
         """End the process."""

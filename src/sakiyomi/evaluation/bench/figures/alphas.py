@@ -33,7 +33,7 @@ from sakiyomi.train.ngram import count_tables
 
 TEMPERATURES = (0.0, 1.0)
 ORDERS = {"bigram": 2, "unigram": 1}
-COUNTED = 4  # texts behind each prompt that n-grams are counted in
+COUNTED = 4  # texts after each prompt that n-grams are counted in
 EXITS = (4, 2)  # a target's first layers: a half, a quarter
 
 
@@ -59,7 +59,7 @@ def minima(
 
     Args:
         target, draft: of one vocabulary.
-        prompts, texts: token ids; each text was written behind its prompt.
+        prompts, texts: token ids; each text was written after its prompt.
         temperature: of both; 0: all of the mass on the likeliest token.
     """
     alphas, guesses = [], []

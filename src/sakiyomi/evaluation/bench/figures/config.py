@@ -63,7 +63,7 @@ class ReportConfig(PairSettings):
             (again for each).
         gamma: draft tokens a round, where it is not "auto" or what the section varies.
         max_new_tokens: new tokens of each text; of sections batch and tasks, which race many, 48 at most.
-        count: most prompts that are used; sections sizes, medusa, temperature and tasks, which race many ways, use two.
+        count: maximum number of prompts; sections sizes, medusa, temperature and tasks, which race many ways, use two.
     """
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})

@@ -38,7 +38,7 @@ NODES = 31
 
 
 def places(work: Work) -> Row:
-    """The target's predictions behind the last tokens of the first prompt."""
+    """The target's predictions after the last tokens of the first prompt."""
     found = predictions(work.alone.target, work.pair.prompts[0], GUESSES)
     lines = place_lines(found, work.text)[-PLACED:]
     right = sum(line["then"] == line["guesses"][0][0] for line in lines[:-1])
@@ -179,7 +179,7 @@ def _taken(work: Work) -> dict[float | None, float]:
         ids = [*prompt, *text]
         with target.cache.lent(len(ids)) as slot:
             found = target.score([SequenceRows(slot, 0, ids, prompt=True)])
-            # Behind the token at i the head guesses that at i + 2, which the target expects behind i + 1.
+            # After the token at i the head guesses that at i + 2, which the target expects after i + 1.
             guesses = drafter.guesser(found.features[HEAD][len(prompt) - 1 : -2])[0].argmax(-1).tolist()
             rows += list(zip(sampler.probs(found.logits[len(prompt) : -1]).numpy(), guesses, strict=True))
     return {

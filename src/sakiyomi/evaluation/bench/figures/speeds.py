@@ -15,7 +15,7 @@ from sakiyomi.drafters.base import Context
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.figures.alphas import family
 from sakiyomi.evaluation.bench.figures.work import Work, line_of, race_piece
-from sakiyomi.evaluation.bench.frame import PairRow, Run, our_lap, peer_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Run, run_ours, run_peer
 from sakiyomi.evaluation.bench.models import WAYS
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Spread
@@ -62,7 +62,7 @@ def sizes(work: Work) -> Row:
         llm = row.llm()
         judge, prompts = row.pair.judge(llm), row.pair.prompts[:RACED]
         theirs: dict[str, Run] = {
-            f"transformers {way}": partial(peer_lap, row.pair.peer(way), prompts, row.params()) for way in WAYS[:2]
+            f"transformers {way}": partial(run_peer, row.pair.peer(way), prompts, row.params()) for way in WAYS[:2]
         }
         ways = {name: (llm if more else EngineView(llm), more) for name, more in OURS.items()}
         if heads is not None:
@@ -86,7 +86,7 @@ def medusa(work: Work) -> Row:
         llm = row.llm(f"medusa:{heads}")
         ways = {"plain": EngineView(llm), "Medusa": llm}
         runs: dict[str, Run] = {
-            name: partial(our_lap, way, row.pair.prompts[:RACED], params) for name, way in ways.items()
+            name: partial(run_ours, way, row.pair.prompts[:RACED], params) for name, way in ways.items()
         }
         runs["Medusa"]()  # learns what passes cost
         return _contenders(runs, row.pair.judge(llm))
@@ -158,7 +158,7 @@ def temperature(work: Work) -> Row:
         runs = {
             name: work.run(engine, prompts=prompts, **auto | rivals.get(name, {})) for name, engine in engines.items()
         }
-        runs[ASSISTED] = partial(peer_lap, peer, prompts, work.params(**auto | {"gamma": gamma}))
+        runs[ASSISTED] = partial(run_peer, peer, prompts, work.params(**auto | {"gamma": gamma}))
         work.warm(runs, work.alone)
         # Sampled texts differ by chance; greedy ones are compared, but for the draft's.
         judges = {name: None if degrees or name == "draft alone" else judge for name in runs}

@@ -12,10 +12,10 @@ from sakiyomi.evaluation.bench.figures.alphas import minima
 from sakiyomi.evaluation.bench.figures.config import words
 from sakiyomi.evaluation.bench.figures.panels import PARTS
 from sakiyomi.evaluation.bench.figures.work import Work, line_of
-from sakiyomi.evaluation.bench.frame import Run, our_lap
+from sakiyomi.evaluation.bench.frame import Run, run_ours
 from sakiyomi.evaluation.bench.meter import Meter
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Lap, Spread
+from sakiyomi.evaluation.bench.runner import Spread, TimedRun
 from sakiyomi.sampling.verifiers.ratio import residual
 from sakiyomi.theory import acceptance, expected_tokens, memory_ratio, operations_ratio, round_speedup, speedup, traffic
 
@@ -95,11 +95,11 @@ def formulas(work: Work) -> Row:
     return work.measured(lines, temperature=1, acceptance="ratio", **symbols)
 
 
-def _by_token(work: Work, spec: str | None, more: dict[str, Any]) -> Lap:
+def _by_token(work: Work, spec: str | None, more: dict[str, Any]) -> TimedRun:
     """A run with passes, rows and bytes of keys and values of target and draft (0 without one), by committed token."""
     engine: EngineView = work.engine(spec)
     with Meter(engine.engine) as meter:
-        found = our_lap(engine, work.pair.prompts, work.params(**more))
+        found = run_ours(engine, work.pair.prompts, work.params(**more))
     target, *draft = meter.passes()
     committed = found.figures["tau"] * target["passes"]
     counted = {"target": target, "draft": draft[0] if draft else dict.fromkeys(target, 0.0)}

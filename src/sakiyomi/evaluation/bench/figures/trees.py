@@ -44,7 +44,7 @@ def tree_lines(traced: RoundTrace, text: Text) -> list[dict[str, Any]]:
 
 
 def place_lines(places: Sequence[Prediction], text: Text) -> list[dict[str, Any]]:
-    """Predictions as lines of a table: behind each token what the target expects, and the probability of what came."""
+    """Predictions as lines of a table: after each token what the target expects, and the probability of what came."""
     return [
         {
             "token": text(here.token),
@@ -166,7 +166,7 @@ def places_height(row: Row) -> float:
 
 
 def paint_places(axes: Any, row: Row, theme: Theme) -> None:
-    """Draw the lines of ``place_lines``: behind each token, top down, its likeliest followers as one bar in parts."""
+    """Draw the lines of ``place_lines``: after each token, top down, its likeliest followers as one bar in parts."""
     lines = row.lines
     for at, line in enumerate(lines):
         left = 0.0

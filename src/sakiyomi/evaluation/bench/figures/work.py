@@ -92,7 +92,7 @@ class Work(PairRow):
         return super().params(**{"ignore_eos": True} | more)
 
     def written(self, **more: Any) -> list[list[int]]:
-        """What the target writes by itself behind each prompt."""
+        """What the target writes by itself after each prompt."""
         engine, params = self.engine(), self.params(**more)
         return [engine.generate([prompt], params)[0].token_ids for prompt in self.pair.prompts]
 
@@ -101,7 +101,7 @@ class Work(PairRow):
         return runner_rows(self.alone.target), runner_rows(self.drafter(self.draft).model)
 
     def raced(self, runs: Mapping[str, Run], judge: Judge | None = None, where: str = "") -> list[Standing]:
-        """Race, and note what has to be said of it."""
+        """Run a race, and add its notes to those of the section."""
         standings = self.race(runs, judge, where)
         self.notes += [f"{where}: {text}" if where else text for text in race_notes(standings)]
         return standings
@@ -200,11 +200,11 @@ def line_of(standing: Standing, **more: Any) -> dict[str, Any]:
 
 
 def race_piece(name: str, standings: Sequence[Standing], **more: Any) -> dict[str, Any]:
-    """One race of several as a piece: a line each contender, and what has to be said of it.
+    """One race of several as a piece: a line for each contender, and the notes of the race.
 
     Args:
         name: of the race.
-        standings: what came of it.
+        standings: results of its contenders.
         more: figures of every line.
     """
     spread = Spread.shown(standings)

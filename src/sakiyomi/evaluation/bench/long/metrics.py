@@ -84,7 +84,7 @@ def first_line(text: str) -> str:
 def best_letter(text: str, letters: str = "ABCD") -> str | None:
     """The choice that an answer names: its first letter that stands alone, "B", "(B)", "B. The fox"; None if none does.
 
-    An "A" is taken for a word, not for a choice, where a small letter follows behind a space ("A fox").
+    An "A" is taken for a word, not for a choice, where a small letter follows after a space ("A fox").
     """
     for found in re.finditer(rf"(?<![A-Za-z'])([{letters}])(?![A-Za-z'])", text):
         if found[1] != "A" or not re.match(r"\s[a-z]", text[found.end() :]):
@@ -174,7 +174,7 @@ def prefix_share(text: str, answer: str, options: Sequence[str] = ()) -> float:
 
 
 def number_said(text: str, answer: str, options: Sequence[str] = ()) -> float:
-    """1 if the number behind "the answer is" is right, else the last of the first paragraph, which ends a reasoning."""
+    """1 if the number after "the answer is" is right, else the last of the first paragraph, which ends a reasoning."""
     said = re.search(r"[Tt]he answer is\D*?(-?\d[\d,]*)", text)
     found = [said[1]] if said else re.findall(r"-?\d[\d,]*", re.sub(r"\.\d+", "", text.strip().split("\n\n")[0]))
     got, expected = (re.sub(r"\D", "", number) for number in ((found or [""])[-1], answer.split(".")[0]))

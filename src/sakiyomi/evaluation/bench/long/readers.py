@@ -137,7 +137,13 @@ def read_leval(path: Path, templates: Path | None = None) -> Iterator[Item]:
         kind = row.get("evaluation", "exam")
         if kind != "exam" and kind not in OPEN:
             continue
-        for question, answer in zip(map(str, row["instructions"]), map(str, row["outputs"]), strict=True):
+        questions, answers = ([str(text) for text in row[key]] for key in ("instructions", "outputs"))
+        if len(questions) != len(answers):
+            raise LoadError(
+                f"a row of {str(path)!r} has {len(questions)} instructions and {len(answers)} outputs; expected one "
+                "output for each instruction"
+            )
+        for question, answer in zip(questions, answers, strict=True):
             judged += 1
             tokens, metric, right = _exam(answer) if kind == "exam" else (*OPEN[kind], answer)
             yield Item(task, _leval_prompt(row["input"], question, metric), tokens, metric, [right])

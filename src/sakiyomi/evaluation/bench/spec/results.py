@@ -98,7 +98,9 @@ def digest(questions: Sequence[Question]) -> str:
 
 FORMAT = "sakiyomi bench spec 1"
 PLAIN = "none"
-Lap = Mapping[str, float]
+RUNS = "laps"
+"""What files of this format call the runs of a record."""
+RunCounts = Mapping[str, float]
 """tokens, seconds and prefill_seconds of one answer to all turns; rounds, committed, drafted and accepted."""
 
 
@@ -110,7 +112,7 @@ class Record:
         question: its id.
         category: the column of the tables that it counts for.
         draft: spec of the drafter; "none": plain decoding.
-        laps: measured runs of the drafter.
+        runs: measured runs of the drafter.
         plain: runs of plain decoding; each was interleaved with the drafter's run of the same index.
         equal: all answers equal the plain ones, to the last token.
         explained: they are equal, or differ only at a near-tie that rounding decides.
@@ -121,8 +123,8 @@ class Record:
     question: int | str
     category: str
     draft: str
-    laps: tuple[Lap, ...]
-    plain: tuple[Lap, ...]
+    runs: tuple[RunCounts, ...]
+    plain: tuple[RunCounts, ...]
     equal: bool
     explained: bool
     note: str = ""
@@ -135,7 +137,8 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values; empty ones are left out."""
-        return {name: value for name, value in vars(self).items() if value not in ("", ())}
+        found = {name: value for name, value in vars(self).items() if value not in ("", ())}
+        return {RUNS if name == "runs" else name: value for name, value in found.items()}
 
     @classmethod
     def of(cls, value: Any) -> Record:
@@ -144,11 +147,12 @@ class Record:
         Raises:
             TypeError, KeyError, ValueError: they are no record's.
         """
-        record = cls(**value)
-        laps, plain = tuple(record.laps), tuple(record.plain)
-        if not laps or len(laps) != len(plain) or not all(lap["seconds"] > 0 for lap in (*laps, *plain)):
-            raise ValueError("laps")
-        return replace(record, laps=laps, plain=plain, answers=tuple(record.answers))
+        found = {**value}
+        record = cls(runs=found.pop(RUNS), **found)
+        runs, plain = tuple(record.runs), tuple(record.plain)
+        if not runs or len(runs) != len(plain) or not all(run["seconds"] > 0 for run in (*runs, *plain)):
+            raise ValueError(RUNS)
+        return replace(record, runs=runs, plain=plain, answers=tuple(record.answers))
 
 
 @dataclass
@@ -229,8 +233,8 @@ class Results:
         if apart := differences(self.settings, more.settings):
             said = "; ".join(f"{name} {old!r:.60}, {where} {new!r:.60}" for name, (old, new) in list(apart.items())[:3])
             raise InputError(
-                f"results cannot be put together that were made with other settings ({said}); ask for the same, name "
-                "another file, and use equal machines as workers"
+                f"results of other settings or another machine cannot be joined ({said}); use the same settings and "
+                "equal machines, or name another file"
             )
         self.records |= more.records
         self.notes = more.notes

@@ -28,7 +28,7 @@ from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.long.questions import middle_cut
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Lap, race
+from sakiyomi.evaluation.bench.runner import Contender, TimedRun, race
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.results import (
     PLAIN,
@@ -43,7 +43,6 @@ from sakiyomi.evaluation.bench.spec.results import (
 from sakiyomi.evaluation.bench.spec.table import rows, since
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import available, made
-from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.model_executor.loading import has_encoder
 
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
@@ -169,7 +168,7 @@ def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Engine
     """An engine for each drafter, and why some are missing."""
     specs = [*config.draft]
     if not specs:
-        specs = available(llm, PairConfig(target=config.target))
+        specs = available(llm, config.target)
         specs += [f"suffix+{spec}" for spec in specs if spec.startswith("model:")]
     found, why = made(specs, llm.drafter, config.draft, note)
     notes = [f"{spec} is left out: {message}" for spec, message in why.items()]
@@ -217,7 +216,7 @@ class Talk:
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
-    def lap(self, way: EngineView, params: SamplingParams) -> Lap:
+    def run(self, way: EngineView, params: SamplingParams) -> TimedRun:
         """Answer all turns, one after the other."""
         done = []
         for turn, said in enumerate(self.question.turns):
@@ -230,7 +229,7 @@ class Talk:
                 self.answers.append(done[-1].text)
         total = Stats.total(result.stats for result in done)
         counted = {name: float(getattr(total, name)) for name in COUNTS}
-        return Lap(total.seconds, total.tokens, tuple(tuple(result.token_ids) for result in done), counted)
+        return TimedRun(total.seconds, total.tokens, tuple(tuple(result.token_ids) for result in done), counted)
 
 
 def _ask(
@@ -239,10 +238,10 @@ def _ask(
     """All drafters on one question; plain decoding answers first."""
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
     judge = NearTies(llm.target, talk.prompts)
-    contenders = [Contender(name, partial(talk.lap, way, params), judge) for name, way in ways.items()]
+    contenders = [Contender(name, partial(talk.run, way, params), judge) for name, way in ways.items()]
     standings = race(contenders, repeats=config.repeats, warm_up=0, note=note)
-    laps = [
-        tuple({"tokens": lap.tokens, "seconds": lap.seconds, **lap.figures} for lap in standing.laps)
+    counts = [
+        tuple({"tokens": run.tokens, "seconds": run.seconds, **run.figures} for run in standing.runs)
         for standing in standings
     ]
     return [
@@ -251,11 +250,11 @@ def _ask(
             talk.question.category,
             standing.name,
             own,
-            laps[0],
+            counts[0],
             bool(standing.agreement.equal),
             standing.agreement.accepted,
             standing.agreement.note,
             tuple(talk.answers) if standing is standings[0] else (),
         )
-        for standing, own in zip(standings, laps, strict=True)
+        for standing, own in zip(standings, counts, strict=True)
     ]

@@ -18,7 +18,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.draw import WIDTH
 from sakiyomi.evaluation.bench.pictures import Theme, drawing, grouped
 from sakiyomi.evaluation.bench.report import Row, unclaimed
-from sakiyomi.evaluation.bench.runner import Agreement, Lap, Spread, Standing
+from sakiyomi.evaluation.bench.runner import Agreement, Spread, Standing, TimedRun
 from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, differences
 
 ALL = "all"
@@ -29,9 +29,9 @@ OWN = {ALL, "name", "decode", "tau", "tokens_per_second", "equal", "near_ties", 
 def figures(records: Sequence[Record]) -> dict[str, Any]:
     """Figures of one drafter on some questions; no speed if an answer differs from the plain one without a near-tie."""
     defects = sum(not record.explained for record in records)
-    sides = [[record.laps for record in records], [record.plain for record in records]]
-    ours, plain = (statistics.fmean(map(_speed, laps)) for laps in sides)
-    behind, plain_behind = (statistics.fmean(map(_decoding, laps)) for laps in sides)
+    sides = [[record.runs for record in records], [record.plain for record in records]]
+    ours, plain = (statistics.fmean(map(_speed, runs)) for runs in sides)
+    behind, plain_behind = (statistics.fmean(map(_decoding, runs)) for runs in sides)
     passes = [_passes(record) for record in records]
     found = {"speedup": ours / plain, "decode": behind / plain_behind, "tokens_per_second": ours}
     return (dict.fromkeys(found) if defects else found) | {
@@ -43,19 +43,19 @@ def figures(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _speed(laps: Iterable[Mapping[str, float]]) -> float:
+def _speed(runs: Iterable[Mapping[str, float]]) -> float:
     """Tokens per second, the median over runs."""
-    return statistics.median(lap["tokens"] / lap["seconds"] for lap in laps)
+    return statistics.median(run["tokens"] / run["seconds"] for run in runs)
 
 
-def _decoding(laps: Iterable[Mapping[str, float]]) -> float:
+def _decoding(runs: Iterable[Mapping[str, float]]) -> float:
     """Tokens per second without the prompts' passes, the median over runs."""
-    return statistics.median(lap["committed"] / max(lap["seconds"] - lap["prefill_seconds"], 1e-9) for lap in laps)
+    return statistics.median(run["committed"] / max(run["seconds"] - run["prefill_seconds"], 1e-9) for run in runs)
 
 
 def _passes(record: Record) -> tuple[float, float]:
     """Tokens and passes of all runs."""
-    return sum(lap["committed"] for lap in record.laps), sum(lap["rounds"] for lap in record.laps)
+    return sum(run["committed"] for run in record.runs), sum(run["rounds"] for run in record.runs)
 
 
 def rows(results: Results) -> list[Row]:
@@ -112,12 +112,12 @@ def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
 def _standing(draft: str, records: Sequence[Record]) -> Standing:
     """All questions together as one contender, run by run."""
     found = figures(records)
-    laps = [
-        Lap(sum(lap["seconds"] for lap in each), int(sum(lap["tokens"] for lap in each)))
-        for each in zip(*(record.laps for record in records), strict=False)
+    runs = [
+        TimedRun(sum(run["seconds"] for run in each), int(sum(run["tokens"] for run in each)))
+        for each in zip(*(record.runs for record in records), strict=False)
     ]
     agreement = Agreement(found["equal"] == len(records), not found["defects"])
-    return Standing(draft, tuple(laps), found["speedup"] or 0.0, agreement)
+    return Standing(draft, tuple(runs), found["speedup"] or 0.0, agreement)
 
 
 def compared(several: Sequence[Results]) -> Row:

@@ -111,7 +111,7 @@ def judged(row: Row, dtype: torch.dtype, end: int, texts: int) -> Judge:
     Args:
         row: asks the target.
         dtype: of its rows.
-        end: the token behind an answer that ended.
+        end: the token after an answer that ended.
         texts: how many there are.
     """
     ties = NearTies(_Rounding(row, dtype), [[number] for number in range(texts)])

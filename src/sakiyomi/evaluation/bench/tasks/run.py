@@ -17,7 +17,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.pictures import Theme, drawing, grouped
 from sakiyomi.evaluation.bench.report import Row, race_notes
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
+from sakiyomi.evaluation.bench.runner import Contender, Standing, TimedRun, race, timed
 from sakiyomi.evaluation.bench.study import attempted
 from sakiyomi.evaluation.bench.tasks.config import WAYS, TasksConfig
 from sakiyomi.evaluation.bench.tasks.data import Question, Score, read_questions, scorer
@@ -112,7 +112,7 @@ def _row(
             notes += [f"{where}: {text}" for text in race_notes(standings)]
     error = None if lines else f"no way of holding the weights is possible: {'; '.join(notes)}"
     names = ("target", "draft_model", "count", "gamma", "max_new_tokens", "repeats")
-    shown = {"draft_model": "draft", "count": "texts", "repeats": "laps"}
+    shown = {"draft_model": "draft", "count": "texts", "repeats": "runs"}
     conditions = {shown.get(name, name): getattr(config, name) for name in names}
     return Row(kind, TITLE, lines, conditions | {"data": config.files()[kind].name}, notes, error)
 
@@ -169,8 +169,8 @@ class _Asked:
             "sakiyomi draft, auto": (drafted, "auto"),
         }
         against = "sakiyomi plain" if quantized and heat == 0 else None
-        return [Contender(name, partial(self._lap, write, params), judge) for name, write in theirs.items()] + [
-            Contender(name, partial(self._lap, write, replace(params, gamma=gamma)), judge, against)
+        return [Contender(name, partial(self._run, write, params), judge) for name, write in theirs.items()] + [
+            Contender(name, partial(self._run, write, replace(params, gamma=gamma)), judge, against)
             for name, (write, gamma) in ours.items()
         ]
 
@@ -189,7 +189,7 @@ class _Asked:
             "over_assisted": standing.ratio_to(assisted) if assisted is not None and speed else None,
             "ratio": shown["ratio"],
             "tau": shown.get("tau"),
-            **({} if score is None else {score[0]: score[1](*self._answered(standing.laps[0].outputs))}),
+            **({} if score is None else {score[0]: score[1](*self._answered(standing.runs[0].outputs))}),
             "equal": shown["equal"],
         }
 
@@ -201,7 +201,7 @@ class _Asked:
         )
         return list(made["input_ids"])
 
-    def _lap(self, write: Write, params: SamplingParams) -> Lap:
+    def _run(self, write: Write, params: SamplingParams) -> TimedRun:
         """Answer all prompts, one after the other. Special tokens are removed, so that answers can be compared."""
         done: list[tuple[Sequence[int], Stats | None]] = []
         special = set(self._llm.tokenizer.all_special_ids)
@@ -210,9 +210,9 @@ class _Asked:
             done.extend(write(prompt, replace(params, seed=seed)) for seed, prompt in enumerate(self._prompts))
             return [[token for token in tokens if token not in special] for tokens, _ in done]
 
-        lap = timed(work)
+        run = timed(work)
         counted = [stats for _, stats in done if stats is not None]
-        return lap.more(tau=Stats.total(counted).tau) if counted else lap
+        return run.more(tau=Stats.total(counted).tau) if counted else run
 
     def _answered(self, outputs: Sequence[Sequence[int]]) -> tuple[list[str], list[Sequence[str]]]:
         """Texts of the answers, with the parts of a sound joined, and the references."""
