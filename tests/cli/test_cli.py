@@ -161,7 +161,7 @@ def test_the_page_of_commands_has_every_command() -> None:
         (["info", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["info", "--target", "tales", "--repeats", "0"], 2, "repeats is 0"),
         (["plan", "cluster", "--rate", "3"], 2, "python benchmarks/cluster.py"),
-        (["plan", "--target", "cluster"], 1, "'cluster'"),
+        (["bench", "--dtype", "inflate"], 2, "dtype is 'inflate'"),
         (["models", "lama", "--markdown"], 2, "python tests/causal_models.py"),
         (["export", "medusa", "tales-medusa", "nowhere"], 2, "give the target with --target"),
         (["train", "retriever", "--out", "x"], 2, "python recipes/retriever.py --out OUT"),
