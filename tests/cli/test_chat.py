@@ -205,6 +205,8 @@ def test_parameters(talk: Chat, capsys: Any) -> None:
     names = [line.split()[0] for line in shown.splitlines() if line.strip()]
     assert "top_p" in names and not {"n", "logprobs"} & set(names), "it would refuse them"
     assert "/save FILE" in shown
+    helps = [line[20:] for line in shown.splitlines() if line.startswith("/")]
+    assert len(helps) == 12 and all(text[0].islower() for text in helps), helps
 
 
 @pytest.mark.thorough

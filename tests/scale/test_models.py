@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +21,7 @@ from model_toys import SIZE, Shop, Toy
 from sakiyomi import LLM
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.engine.config import LLMConfig
+from sakiyomi.scale import model_process
 from sakiyomi.scale.in_process import Asked
 from sakiyomi.scale.model_options import BARE, ModelOptions, read_models, room_of
 from sakiyomi.scale.model_process import ModelProcess
@@ -285,6 +288,41 @@ def _relay() -> Any:
     from sakiyomi.server.relay import Relay
 
     return Relay()
+
+
+def test_a_process_ends_its_engine_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of an engine sends the events of its cache that still wait."""
+    told: list[str] = []
+
+    class Server:
+        async def __aenter__(self) -> Server:
+            return self
+
+        async def __aexit__(self, *error: object) -> None:
+            told.append("ended")
+
+    log = logging.getLogger("sakiyomi.server")
+    level = log.level
+    monkeypatch.setattr(model_process, "load_server", lambda *asked: Server())
+    monkeypatch.setattr(model_process, "set_up", lambda form: None)
+    read, write = os.pipe()
+    monkeypatch.setattr("sys.stdin", os.fdopen(read))
+
+    async def work() -> None:
+        out = io.BytesIO()
+        task = asyncio.ensure_future(model_process._serve(out))
+        os.write(write, model_process._frame(0, (LLMConfig("toy"), ServerConfig())))
+        while not out.getvalue():
+            await asyncio.sleep(0.01)
+        assert not told
+        os.close(write)
+        await task
+
+    try:
+        run(work())
+    finally:
+        log.setLevel(level)
+    assert told == ["ended"]
 
 
 @pytest.mark.thorough

@@ -107,7 +107,7 @@ def obey(chat: Chat, line: str) -> None:
 def _usage(name: str) -> tuple[str, str]:
     """The argument of a command, "" for none, and its help."""
     argument, _, text = str(COMMANDS[name].__doc__).rstrip(".").rpartition(": ")
-    return argument, text
+    return argument, text[:1].lower() + text[1:]
 
 
 def _help(chat: Chat, rest: str) -> None:

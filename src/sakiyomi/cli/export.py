@@ -73,7 +73,7 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
 
     Any of the three formats is read and written.
 
-    Example: sakiyomi export medusa tales-medusa OUT_FOLDER
+    Example: sakiyomi export medusa tales-medusa OUT_FOLDER --target tales
     """
     if options.format == "merged" and options.target is None:
         raise InputError("format merged holds the target too; give it with --target")
@@ -85,6 +85,11 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         name = options.heads
         found = read_heads(folder_of(name), allow_pickle=options.allow_pickle)
         shape = found.heads.shape
+        if options.format == "vllm" and not shape.own and options.target is None:
+            raise InputError(
+                f"the heads in {name} use the target's output layer, and format vllm holds a copy of it; give the "
+                "target with --target"
+            )
         out = _new_folder(options.out)
         head: Any = None
         base: str | Path | None = options.target or found.base

@@ -26,7 +26,7 @@ import psutil
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.scale.in_process import Asked, load_server
+from sakiyomi.scale.in_process import Asked, InProcessServer, load_server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.logs import set_up
 
@@ -174,7 +174,8 @@ class ModelProcess:
 
 
 async def _serve(out: BinaryIO) -> None:
-    server: Any = None
+    """Load a model and answer requests until the parent closes the pipe, then end the engine in order."""
+    server: InProcessServer | None = None
     tasks: dict[int, asyncio.Task[None]] = {}
 
     def send(number: int, value: Any) -> None:
@@ -185,10 +186,10 @@ async def _serve(out: BinaryIO) -> None:
     async def answer(number: int, asked: Any) -> None:
         nonlocal server
         try:
-            if isinstance(asked, Asked):
+            if server is not None and isinstance(asked, Asked):
                 async for part in server.events(asked):
                     send(number, part)
-            elif asked == _FIGURES:
+            elif server is not None:
                 send(number, server.figures())
             else:
                 set_up(asked[1].log_format)
@@ -212,6 +213,10 @@ async def _serve(out: BinaryIO) -> None:
             tasks[number] = asyncio.ensure_future(answer(number, value))
         elif number in tasks:
             tasks[number].cancel()
+    for task in [*tasks.values()]:
+        task.cancel()
+    if server is not None:
+        await server.__aexit__()
 
 
 async def main() -> None:
