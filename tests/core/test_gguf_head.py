@@ -14,7 +14,8 @@ import pytest
 
 from damage import DAMAGES, refusals
 from sakiyomi.core.errors import LoadError, SakiyomiError, UnsupportedError
-from sakiyomi.core.gguf import BLOCKS, pieces, read_gguf
+from sakiyomi.core.gguf import BLOCKS, read_gguf
+from sakiyomi.core.gguf_files import pieces
 
 _FORMS = {
     "u8": 0,

@@ -91,7 +91,7 @@ def read_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Checkpoint:
         LoadError: no weights, pickle files only, a shard that is missing, a file that is cut off or damaged.
     """
     if (note := folder / GGUF_NOTE).is_file():
-        from sakiyomi.core.gguf import pieces
+        from sakiyomi.core.gguf_files import pieces
 
         files = pieces(Path(read_json(note)["file"]))
         return Checkpoint(files, {}, sum(path.stat().st_size for path in files))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
 from sakiyomi.core.embedded import folder_of, is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.gguf_files import gguf_file
 
 SPECULATORS = "speculators_model_type"
 """Key of a configuration by vLLM's speculators."""
@@ -212,7 +213,7 @@ def _named(part: str) -> str:
         return part
     place = model_spec(part).name
     folder = folder_of(place)
-    if folder.suffix.lower() == ".gguf":
+    if folder.suffix.lower() == ".gguf" or gguf_file(place) is not None:
         return f"model:{part}"
     return f"{_kind_of(folder)}:{part}" if is_embedded_name(place) or folder.is_dir() else part
 

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.gguf_files import MAGIC, pieces
 
 BLOCKS = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
@@ -42,8 +43,9 @@ _NUMBERS = {
     11: "<i8",
     12: "<f8",
 }
+LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
+"""Names of tensors in layers."""
 _STRING, _ARRAY = 8, 9
-_PIECE = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 _MOST_DIMENSIONS = 4
 _LEAST_ENTRY = 16  # bytes that a key or a tensor takes at least in the lists
 _DEEPEST = 4  # arrays in arrays
@@ -99,26 +101,10 @@ class GgufFile:
         """Bytes of all tensors as they are stored."""
         return sum(tensor.size for tensor in self.tensors.values())
 
-
-def pieces(path: Path) -> tuple[Path, ...]:
-    """All pieces of a model of which this file is one, in order; the file itself where its name says no other.
-
-    Raises:
-        LoadError: some are missing.
-    """
-    cut = _PIECE.fullmatch(path.name)
-    if cut is None:
-        return (path,)
-    count = int(cut[3])
-    if not 0 < int(cut[2]) <= count:
-        raise LoadError(f"the name of {path} says it is piece {int(cut[2])} of {count}; give it the name that it had")
-    found = tuple(path.with_name(f"{cut[1]}-{part:05}-of-{cut[3]}.gguf") for part in range(1, count + 1))
-    if missing := [each.name for each in found if not each.is_file()]:
-        raise LoadError(
-            f"{len(missing)} of the {count} pieces of {cut[1]!r} are missing in {path.parent} "
-            f"({', '.join(missing[:3])}); download them again"
-        )
-    return found
+    @property
+    def layers(self) -> int:
+        """Number of layers that tensors are named after."""
+        return 1 + max((int(found[1]) for name in self.tensors if (found := LAYER.fullmatch(name))), default=-1)
 
 
 def read_gguf(path: Path) -> GgufFile:
@@ -138,7 +124,7 @@ def read_gguf(path: Path) -> GgufFile:
                 raise LoadError(f"{file.paths[0]} has the tensor {name!r} once more; download its model again")
             tensors[name] = tensor
     said = metadata.get("split.count", 1)
-    if said not in (0, 1, len(paths)):  # files that were cut by hand keep no count
+    if isinstance(said, int) and said not in (0, 1, len(paths)):  # files that were cut by hand keep no count
         raise LoadError(
             f"{path} is one of {said} pieces, and its name does not say which; give them the names that they had "
             f"(NAME-00001-of-{said:05}.gguf)"
@@ -160,7 +146,7 @@ class _Parser:
 
     def parse(self) -> GgufFile:
         start = bytes(self.view[:8])
-        if start[:4] != b"GGUF":
+        if start[:4] != MAGIC:
             if start.startswith(b"version "):
                 raise LoadError(f"{self.path} is only a Git LFS pointer; run `git lfs pull` in its folder")
             raise LoadError(f"{self.path} does not begin as a GGUF file does; download it again")

@@ -73,12 +73,6 @@ def _held(path: Path) -> tuple[str, str] | None:
     return None
 
 
-def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a name stands for; None if it stands for something else."""
-    path = Path(name).expanduser()
-    return path if path.suffix.lower() == ".gguf" and path.is_file() else None
-
-
 def raw_config(folder: Path) -> dict[str, Any]:
     """What config.json of a model folder says.
 

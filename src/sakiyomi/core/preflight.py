@@ -15,8 +15,9 @@ from sakiyomi.core.draft_specs import FORMS, ModelSpec, head_names, read_argumen
 from sakiyomi.core.dtypes import check_dtype
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.gguf_files import gguf_file
 from sakiyomi.core.hub import check_known
-from sakiyomi.core.model_folder import check_folder, gguf_file, local_folder
+from sakiyomi.core.model_folder import check_folder, local_folder
 from sakiyomi.core.params import QUANTIZATIONS
 
 PUBLISHED = "official"

@@ -21,6 +21,14 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 _FOLDER = "use the model's folder in Hugging Face format"
 _KEPT = ("rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim")
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+_NEEDED = (
+    "block_count",
+    "embedding_length",
+    "attention.head_count",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+)
+"""Sizes that llama.cpp, too, finds in every file whose architecture has them."""
 _NEVER_USED = (
     "attention.key_length",
     "attention.value_length",
@@ -76,11 +84,14 @@ def build_config(file: GgufFile) -> Any:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise LoadError(f"{path} holds no embedding (token_embd.weight); download it again")
+    _check_sizes(facts, architecture, file)
+    values[architecture.keys["block_count"]] -= facts.take("nextn_predict_layers", 0)  # which are left out
     values["vocab_size"] = embedding.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    for name in ("bos", "eos"):
-        values[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-    values["pad_token_id"] = file.metadata.get("tokenizer.ggml.padding_token_id")
+    for name, key in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        known = not isinstance(number, int) or 0 <= number < embedding.shape[0]
+        values[f"{name}_token_id"] = number if known else None  # some files say -1, or a number behind the last
     try:
         architecture.settle(facts, values)
         if "max_position_embeddings" not in values or not values["rope_parameters"].get("rope_theta"):
@@ -98,6 +109,23 @@ def build_config(file: GgufFile) -> Any:
     if unused:
         logger.warning("%s: metadata of the model that are not used: %s", path, ", ".join(unused))
     return config
+
+
+def _check_sizes(facts: Facts, architecture: Architecture, file: GgufFile) -> None:
+    """Refuse metadata without a size, for which transformers would take that of another model, or of other layers.
+
+    Raises:
+        LoadError: says which.
+    """
+    needed = [key for key in _NEEDED if key in architecture.keys and facts.get(key) is None]
+    path, count, further = file.paths[0], facts.get("block_count"), facts.get("nextn_predict_layers", 0)
+    if needed:
+        raise LoadError(f"{path} does not say {', '.join(needed)}; download it again")
+    if not isinstance(count, int) or not isinstance(further, int) or not 0 < count - further <= file.layers <= count:
+        raise LoadError(
+            f"{path} holds {file.layers} layers, and its metadata speak of {count!r}; the text would be that of a part "
+            "of the model; download it again"
+        )
 
 
 def _facts(file: GgufFile) -> Facts:

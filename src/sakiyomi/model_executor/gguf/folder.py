@@ -6,22 +6,25 @@ weights stay in the file.
 
 from __future__ import annotations
 
+import atexit
 import glob
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from sakiyomi.core.checkpoint import GGUF_NOTE, Checkpoint
 from sakiyomi.core.digests import json_digest
+from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import cache_folder, partial
-from sakiyomi.core.gguf import GgufFile, pieces, read_gguf
+from sakiyomi.core.gguf import GgufFile, read_gguf
+from sakiyomi.core.gguf_files import pieces
 from sakiyomi.core.version import __version__
 from sakiyomi.model_executor.gguf.config import build_config
-from sakiyomi.model_executor.gguf.tokenizer import build_tokenizer
+from sakiyomi.model_executor.gguf.tokenizer import GgufTokenizer, build_tokenizer
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -43,30 +46,46 @@ def settings_folder(path: Path) -> Path:
         return place
     file = read_gguf(path)
     config, tokenizer = build_config(file), build_tokenizer(file)
+    fresh = partial(place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = partial(place)
-        fresh.mkdir()
-    except OSError:  # a cache folder that cannot be written: made anew by every process
-        fresh = place = Path(tempfile.mkdtemp(prefix="sakiyomi-"))
-    config.save_pretrained(fresh)
-    ends = {"eos_token_id": list(tokenizer.ends)} if tokenizer.ends else {}
-    settings = {"bos_token_id": tokenizer.begin, "pad_token_id": config.pad_token_id, **ends}
-    _write(fresh / "generation_config.json", settings)
-    _write(fresh / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings})
-    tokenizer.backend.save(str(fresh / "tokenizer.json"), pretty=False)
-    _write(fresh / GGUF_NOTE, {"file": str(path.resolve())})
-    if fresh != place:
-        try:
+        _write(fresh, config, tokenizer, path)
+        with suppress(OSError):  # which is raised where another process was faster
             fresh.rename(place)
-        except OSError:  # another process was faster
-            shutil.rmtree(fresh, ignore_errors=True)
-        _remove_older(place, path)
+    except OSError as error:
+        return _for_this_process(config, tokenizer, path, error)
+    finally:  # Ctrl-C comes here, too
+        shutil.rmtree(fresh, ignore_errors=True)
+    _remove_older(place, path)
     return place
 
 
-def _write(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+def _for_this_process(config: Any, tokenizer: GgufTokenizer, path: Path, reason: OSError) -> Path:
+    """The folder where the cache folder cannot be written, or is full: it is removed when the process ends."""
+    try:
+        place = Path(tempfile.mkdtemp(prefix="sakiyomi-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        _write(place, config, tokenizer, path)
+    except OSError as error:
+        raise LoadError(
+            f"what belongs to {path} can be written neither in {cache_folder()} ({reason}) nor elsewhere ({error}); "
+            "free space, or set SAKIYOMI_CACHE_DIR to a folder that can be written"
+        ) from error
+    return place
+
+
+def _write(folder: Path, config: Any, tokenizer: GgufTokenizer, path: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    config.save_pretrained(folder)
+    ends = {"eos_token_id": list(tokenizer.ends)} if tokenizer.ends else {}
+    files = {
+        "generation_config.json": {"bos_token_id": tokenizer.begin, "pad_token_id": config.pad_token_id, **ends},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings},
+        GGUF_NOTE: {"file": str(path.resolve())},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.backend.to_str(), encoding="utf-8")
 
 
 def _remove_older(place: Path, path: Path) -> None:
@@ -83,8 +102,4 @@ def checkpoint_of(file: GgufFile) -> Checkpoint:
     for tensor in file.tensors.values():
         kind = tensor.kind if tensor.kind in _FLOATS else "BF16"
         elements[kind] = elements.get(kind, 0) + tensor.elements
-    return Checkpoint(file.paths, elements, file.stored_bytes, _layers(file.tensors))
-
-
-def _layers(names: Iterable[str]) -> int:
-    return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("blk.")), default=-1)
+    return Checkpoint(file.paths, elements, file.stored_bytes, file.layers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.gguf import GgufFile
 from sakiyomi.kernels.experts import expert_weights, is_experts
 from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
@@ -97,7 +98,20 @@ def read_blocks(weights: list[Weight], skeleton: Any, native: PackedWeights, dty
         owner, _, own = name.rpartition(".")
         if name not in made.layers and not (owner in made.layers and own in ("weight", "bias")):
             made.others[name] = weight.numbers(config, dtype)
+    check_shapes(weights, made.others, skeleton)
     return made
+
+
+def check_shapes(weights: list[Weight], tensors: Mapping[str, Tensor], skeleton: nn.Module) -> None:
+    """Compare tensors that are read as numbers with those of the model without values.
+
+    Raises:
+        LoadError: one has another shape.
+    """
+    wanted = skeleton.state_dict()
+    for weight in weights:
+        if weight.name in tensors and weight.name in wanted:
+            weight.check(tensors[weight.name].shape, wanted[weight.name].shape)
 
 
 def _blocks(weight: Weight, config: Any) -> tuple[str, Tensor] | None:
@@ -108,16 +122,12 @@ def _blocks(weight: Weight, config: Any) -> tuple[str, Tensor] | None:
     given = [torch.from_numpy(s.bytes().copy()).unflatten(0, s.shape[:-1]) for s in weight.sources if s.shape[:-1]]
     if len(given) < len(weight.sources):
         return None
-    return kinds.pop(), weight.change.undo(given, config).contiguous()
+    return kinds.pop(), weight.made_of(given, config).contiguous()
 
 
 def _check(weight: Weight, data: Tensor, kind: str, shape: torch.Size) -> None:
     width = data.shape[-1] // BLOCK_TYPES[kind].bytes * BLOCK_TYPES[kind].elements
-    if (*data.shape[:-1], width) != tuple(shape):
-        raise LoadError(
-            f"{weight.sources[0].path} has {weight.sources[0].name} of {[*data.shape[:-1], width]}, and its metadata "
-            f"speak of {list(shape)}; download it again"
-        )
+    weight.check((*data.shape[:-1], width), shape)
 
 
 def _biased(experts: nn.Module) -> bool:

@@ -269,8 +269,7 @@ def tell_lfm2(config: Any) -> dict[str, Any]:
 
 
 def qwen35(facts: Facts, config: dict[str, Any]) -> None:
-    """Linear attention with full attention every few layers; the layers that predict further tokens are left out."""
-    config["num_hidden_layers"] -= facts.take("nextn_predict_layers", 0)
+    """Linear attention with full attention every few layers."""
     values = config["linear_num_value_heads"]
     config["linear_value_head_dim"] = facts.take("ssm.inner_size") // values
     sections = [int(each) for each in facts.take("rope.dimension_sections", []) if each]

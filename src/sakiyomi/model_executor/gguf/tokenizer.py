@@ -84,12 +84,13 @@ def build_tokenizer(file: GgufFile) -> GgufTokenizer:
         LoadError: it has none, or its lists contradict each other.
         UnsupportedError: a kind, or a way of cutting words, that is not known here.
     """
-    vocabulary = _vocabulary(file)
-    if vocabulary.kind not in _KINDS:
-        raise UnsupportedError(
-            f"{file.paths[0]} has a tokenizer of the kind {vocabulary.kind!r}; expected {', '.join(_KINDS)}; {_FOLDER}"
-        )
     try:
+        vocabulary = _vocabulary(file)
+        if vocabulary.kind not in _KINDS:
+            raise UnsupportedError(
+                f"{file.paths[0]} has a tokenizer of the kind {vocabulary.kind!r}; expected {', '.join(_KINDS)}; "
+                f"{_FOLDER}"
+            )
         backend, begun, ended = _KINDS[vocabulary.kind](vocabulary, file.paths[0])
         return _with_special_tokens(backend, vocabulary, file, begun, ended)
     except (LoadError, UnsupportedError):
@@ -108,6 +109,8 @@ def _vocabulary(file: GgufFile) -> _Vocabulary:
         return value
 
     given, kind = read("tokens"), read("model")
+    if not isinstance(given, list | None) or not all(isinstance(text, str) for text in given or ()):
+        raise LoadError(f"{path} is no intact GGUF file (tokenizer.ggml.tokens is no list of texts); download it again")
     if not given or not isinstance(kind, str):
         raise LoadError(
             f"{path} holds no tokenizer; {_FOLDER}, or load the file with transformers and pass (model, tokenizer)"

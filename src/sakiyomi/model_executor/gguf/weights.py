@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sakiyomi.core.gguf import GgufFile, GgufTensor
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.gguf import LAYER, GgufFile, GgufTensor
 from sakiyomi.model_executor.gguf.architectures import Architecture
 from sakiyomi.model_executor.gguf.blocks import dequantize
 from sakiyomi.model_executor.gguf.changes import SAME, Change
 from sakiyomi.model_executor.gguf.config import ROPE_TENSORS
-
-_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,35 @@ class Weight:
 
     def numbers(self, config: Any, dtype: torch.dtype) -> Tensor:
         """The tensor in this dtype."""
-        given = [numbers_of(source) for source in self.sources]
-        return self.change.undo(given, config).to(dtype).contiguous()
+        return self.made_of([numbers_of(source) for source in self.sources], config).to(dtype).contiguous()
+
+    def made_of(self, given: Sequence[Tensor], config: Any) -> Tensor:
+        """The tensor of these numbers, or bytes, of its sources.
+
+        Raises:
+            LoadError: their shapes do not agree with the metadata.
+        """
+        try:
+            return self.change.undo(given, config)
+        except (RuntimeError, IndexError, ValueError) as error:
+            source = self.sources[0]
+            raise LoadError(
+                f"{source.path} has {source.name} of {list(source.shape)}, which does not agree with its metadata; "
+                "download it again"
+            ) from error
+
+    def check(self, shape: Sequence[int], wanted: Sequence[int]) -> None:
+        """Refuse a tensor of another shape than the model's.
+
+        Raises:
+            LoadError: says both shapes.
+        """
+        if tuple(shape) != tuple(wanted):
+            source = self.sources[0]
+            raise LoadError(
+                f"{source.path} has {source.name} of {list(shape)}, and its metadata speak of {list(wanted)}; "
+                "download it again"
+            )
 
 
 def numbers_of(source: GgufTensor) -> Tensor:
@@ -56,7 +81,7 @@ def weights_of(file: GgufFile, architecture: Architecture, config: Any) -> tuple
     layers = int(config.num_hidden_layers)
     parts = {**architecture.parts, **architecture.renamed(config)}
     for name, tensor in file.tensors.items():
-        match = _LAYER.fullmatch(name)
+        match = LAYER.fullmatch(name)
         prefix, part = ("", name) if match is None else (f"{architecture.layers}.{match[1]}.", match[2])
         if match is not None and int(match[1]) >= layers:
             unused.append(name)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
-from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.experts import expert_weights, is_experts
 from sakiyomi.kernels.pack import is_linear
-from sakiyomi.model_executor.loading.families import auto_class, has_experts
-from sakiyomi.model_executor.loading.reader import Reader, quiet
+from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.reader import Reader, without_weights
 
 _BITS = {"int8": 8.2, "int4": 4.6}  # of a weight with its scales
 
@@ -91,13 +87,3 @@ def quantized_bytes(reader: Reader, quantize: str) -> int:
     }
     largest = 4 * max(layers, default=0)  # as read, quantized, and in its new order
     return int(sum(layers) * _BITS[quantize] / 8) + sum(others.values()) + largest
-
-
-def without_weights(config: Any, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False) -> Any:
-    """A model of a configuration, whose tensors have sizes and no values."""
-    import transformers
-
-    with TORCH_STATE, torch.device("meta"), quiet():
-        return getattr(transformers, auto_class(config)).from_config(
-            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
-        )

@@ -8,9 +8,10 @@ from typing import Any
 
 from sakiyomi.core.checkpoint import GGUF_NOTE
 from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.gguf_files import gguf_file
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.messages import one_line
-from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer, gguf_file, local_folder
+from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer, local_folder
 from sakiyomi.model_executor.loading.families import has_encoder, read_config, text_config
 from sakiyomi.model_executor.loading.reader import quiet
 

@@ -22,9 +22,10 @@ from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.core.embedded import in_package
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.gguf import read_gguf
+from sakiyomi.core.gguf_files import gguf_file
 from sakiyomi.core.hub import fetch
 from sakiyomi.core.memory import require_bytes
-from sakiyomi.core.model_folder import gguf_file, local_folder
+from sakiyomi.core.model_folder import local_folder
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import check_quantization
@@ -38,7 +39,7 @@ from sakiyomi.model_executor.loading.families import (
     read_config,
     text_config,
 )
-from sakiyomi.model_executor.loading.fit import by_layer, check_memory, without_weights
+from sakiyomi.model_executor.loading.fit import by_layer, check_memory
 from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
@@ -56,7 +57,7 @@ from sakiyomi.model_executor.loading.packed import (
 )
 from sakiyomi.model_executor.loading.placeholder import METHOD, register
 from sakiyomi.model_executor.loading.prepared import Prepared
-from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.loading.reader import Reader, without_weights
 from sakiyomi.model_executor.loading.recorder import save_recording
 from sakiyomi.model_executor.loading.recording import read_recording
 from sakiyomi.model_executor.loading.stream import is_offloaded

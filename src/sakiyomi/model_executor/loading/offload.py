@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.gguf_files import gguf_file
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
-from sakiyomi.model_executor.loading.fit import by_layer, without_weights
-from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.loading.fit import by_layer
+from sakiyomi.model_executor.loading.reader import Reader, without_weights
 from sakiyomi.model_executor.loading.stream import hooks
 
 OFFLOADS = ("auto", "cpu", "disk")
@@ -51,7 +52,7 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
             f"offload={value!r}: a loaded model is used as it is; load it with device_map= and offload_folder=, or "
             "pass its folder"
         )
-    if os.fspath(target).lower().endswith(".gguf"):
+    if gguf_file(os.fspath(target)) is not None:
         raise UnsupportedError(
             f"offload={value!r}: {os.fspath(target)!r} is a GGUF file, which is unpacked in memory as a whole; pass "
             "the model's folder in Hugging Face format"

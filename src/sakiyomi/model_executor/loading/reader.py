@@ -21,7 +21,7 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import is_linear
-from sakiyomi.model_executor.gguf.layers import named_weights
+from sakiyomi.model_executor.gguf.layers import check_shapes, named_weights
 from sakiyomi.model_executor.loading.families import auto_class, causal_class
 from sakiyomi.model_executor.multimodal import names_aside
 
@@ -119,7 +119,9 @@ class Reader:
         """The tensors of a GGUF file by their names in the model, as numbers."""
         assert self.gguf is not None
         weights = named_weights(read_gguf(self.gguf), self.config, self.name)
-        return {weight.name: weight.numbers(self.config, self.dtype) for weight in weights}
+        found = {weight.name: weight.numbers(self.config, self.dtype) for weight in weights}
+        check_shapes(weights, found, without_weights(self.config, self.dtype))
+        return found
 
     def _check_unused(self, model: Any, names: list[str]) -> None:
         """Refuse files with more layers than the configuration, and name other tensors that are not read.
@@ -188,3 +190,13 @@ def quiet() -> Iterator[None]:
         accelerate.setLevel(level)
         if bars:
             notes.enable_progress_bar()
+
+
+def without_weights(config: Any, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False) -> Any:
+    """A model of a configuration, whose tensors have sizes and no values."""
+    import transformers
+
+    with TORCH_STATE, torch.device("meta"), quiet():
+        return getattr(transformers, auto_class(config)).from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
+        )

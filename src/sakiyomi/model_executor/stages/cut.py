@@ -22,8 +22,8 @@ from sakiyomi.core.digests import file_digest, save_tensors
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.model_folder import STAGES
 from sakiyomi.model_executor.loading.families import has_encoder, read_config
-from sakiyomi.model_executor.loading.fit import without_weights
 from sakiyomi.model_executor.loading.packed import ABOUT, WEIGHTS, is_packed, json_seal
+from sakiyomi.model_executor.loading.reader import without_weights
 from sakiyomi.model_executor.structural_copy import layer_kinds, layer_list
 
 TINY = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 from sakiyomi.core.checkpoint import read_checkpoint
 from sakiyomi.core.digests import json_digest
 from sakiyomi.core.files import cache_folder
-from sakiyomi.core.model_folder import gguf_file as given_file
+from sakiyomi.core.gguf_files import gguf_file as given_file
 from sakiyomi.model_executor.gguf.export import write_gguf
 from sakiyomi.model_executor.loading import Loaded
 
