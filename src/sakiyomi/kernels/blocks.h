@@ -352,7 +352,7 @@ inline void sum_bytes(b16i first, b16i second, int32_t sums[2]) {
 }
 
 template <typename T>
-void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& to) {
+void to_grouped(const T* x, int64_t rows, int64_t in, [[maybe_unused]] bool tiled, GroupedBytes& to) {
   const int64_t groups = in / group_length;
   to.in = in;
   to.data.resize((rows + tile_rows - 1) / tile_rows * tile_rows * in / row_bytes_step), to.scale.resize(rows * groups);
@@ -554,7 +554,7 @@ void block_of_tiles(C codes, const Weight& w, const GroupedBytes& x, int64_t row
 #endif
 
 template <typename T>
-void block_of_bytes(const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first, bool tiled) {
+void block_of_bytes(const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first, [[maybe_unused]] bool tiled) {
   with_codes(*w.form, [&]<int bits, bool table>(Codes<bits, table> codes) {
     constexpr int group = bits == 2 || bits == 3 || bits == 6 ? 16 : 32;
 #if defined(TILES)
