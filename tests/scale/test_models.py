@@ -306,7 +306,7 @@ def test_a_process_ends_its_engine_before_it_ends(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(model_process, "load_server", lambda *asked: Server())
     monkeypatch.setattr(model_process, "set_up", lambda form: None)
     read, write = os.pipe()
-    monkeypatch.setattr("sys.stdin", os.fdopen(read))
+    monkeypatch.setattr("sys.stdin", os.fdopen(read, "rb"))
 
     async def work() -> None:
         out = io.BytesIO()
