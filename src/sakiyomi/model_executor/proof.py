@@ -12,6 +12,7 @@ from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.probe import FAULTS, proof_text
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.structural_copy import settings_of
+from sakiyomi.model_executor.weights import quantizes
 
 FIRST = 5  # tokens read as a prompt
 TREE = (-1, 0, 0, 2, 2)  # the text continues along its rows 0, 2 and 4
@@ -79,7 +80,7 @@ def _compare(runner: ModelRunner, expected: Tensor) -> None:
     scale = expected.abs().max()
     errors = torch.stack([(row.float() - expected[at]).abs().max() for at, row in found.items()]) / scale
     # With rounding a token may choose another expert, so the median counts instead of the maximum.
-    exact = runner.dtype == torch.float32 and not runner.weights.quantizes
+    exact = runner.dtype == torch.float32 and not quantizes(runner.weights)
     worst = float(errors.max() if exact else errors.median())
     bound = BOUND if exact else ROUNDED
     if not worst <= bound:

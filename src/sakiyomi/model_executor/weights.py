@@ -232,12 +232,6 @@ class ModelWeights:
         return context_note(self.config, self.max_context)
 
     @property
-    def quantizes(self) -> bool:
-        """Whether weights were quantized here, or layers in block formats quantize their rows."""
-        layers = (module for module in self.module.modules() if isinstance(module, PackedLayer))
-        return self.quantization is not None or any(each.blocks is not None and each.blocks.rounded for each in layers)
-
-    @property
     def packed_experts(self) -> bool:
         """Whether the kernels have all experts of a mixture, so that a row's sums do not depend on other rows."""
         return self.packed is not None and self.packed.experts
@@ -261,16 +255,8 @@ class ModelWeights:
         prepared = self._given.prepared
         if (table := self.packed if prepared is None else prepared.native) is not None:
             table.begin(BatchPlan([]), 0)
-        count = 0 if stateful else int(self.config.num_hidden_layers)
-        layers = None if stateful else _enough(self.module, count)
-        if layers is not None:
-            with settings_of(self.module, layers, count):
-                some = some_layers(self.module, layers, count, head=False)
-                found = expect(some, self.vocab_size, self.device, stateful=False)
-            if found is not None:  # else these layers need others
-                self.expected = found._replace(layers=layers)
-                return
-        self.expected = expect(self.module, self.vocab_size, self.device, stateful=stateful)
+        found = None if stateful else _of_some(self.module, self.config, self.vocab_size, self.device)
+        self.expected = found or expect(self.module, self.vocab_size, self.device, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Also capture the outputs of these decoder layers in every pass (see ``PassOutput``), once sessions settle.
@@ -353,7 +339,7 @@ class ModelWeights:
         prepared = self._given.prepared
         self.packed = prepared.native if prepared is not None else self._pack_own()
         if self.packed is not None and not self.siblings and self._probed is not None:
-            self._join(self.packed, self._probed.siblings)
+            self.siblings = _joined(self.module, self.packed, self._probed.siblings)
         if self.packed is not None and not isinstance(self.module, RecordedModel):
             _serve_elementwise(self.module)
         if on_gpu(self) and gpu_kernels(self.device) is not None:
@@ -365,14 +351,6 @@ class ModelWeights:
             if isinstance(site, Site):
                 site.compiled = self.packed is not None
         self.generation += 1
-
-    def _join(self, table: PackedWeights, groups: Sequence[Sequence[nn.Module]]) -> None:
-        """Have layers that were packed before the model was probed computed together."""
-        names = {id(part): name for name, part in self.module.named_modules()}
-        packed = [[layer for layer in group if isinstance(layer, PackedLinear)] for group in groups]
-        self.siblings = [[names[id(layer)] for layer in group] for group in packed if len(group) > 1]
-        for group in packed:
-            join_siblings(table, group)
 
     def _pack_own(self) -> PackedWeights | None:
         """The linear layers in the kernels; None: the kernels do not support them, or there is no memory for copies."""
@@ -394,6 +372,21 @@ class ModelWeights:
         """What changed in the user's model since it was packed, in words; None: nothing changed."""
         model, state = self._given.theirs(), self._given.state
         return None if model is None or state is None else state.changed(model)
+
+
+def _joined(model: nn.Module, table: PackedWeights, groups: Sequence[Sequence[nn.Module]]) -> list[list[str]]:
+    """Have layers that were packed before the model was probed computed together; their names."""
+    names = {id(part): name for name, part in model.named_modules()}
+    packed = [[layer for layer in group if isinstance(layer, PackedLinear)] for group in groups]
+    for group in packed:
+        join_siblings(table, group)
+    return [[names[id(layer)] for layer in group] for group in packed if len(group) > 1]
+
+
+def quantizes(weights: ModelWeights) -> bool:
+    """Whether weights were quantized here, or layers in block formats quantize their rows."""
+    layers = (module for module in weights.module.modules() if isinstance(module, PackedLayer))
+    return weights.quantization is not None or any(each.blocks is not None and each.blocks.rounded for each in layers)
 
 
 def _scale_for_inference(model: nn.Module) -> None:
@@ -421,6 +414,16 @@ def on_gpu(weights: ModelWeights) -> bool:
 def on_cpu(weights: ModelWeights) -> bool:
     """Whether the compiled kernels run passes of a model; they also run recorded passes without packed weights."""
     return weights.device.type == "cpu" and not (weights.offloaded or weights.own_attention)
+
+
+def _of_some(model: nn.Module, config: Any, vocab_size: int, device: torch.device) -> Expectation | None:
+    """What one layer of every kind of a large model gives; None: a small model, or these layers need others."""
+    count = int(config.num_hidden_layers)
+    if (layers := _enough(model, count)) is None:
+        return None
+    with settings_of(model, layers, count):
+        found = expect(some_layers(model, layers, count, head=False), vocab_size, device, stateful=False)
+    return found and found._replace(layers=layers)
 
 
 def _enough(model: nn.Module, count: int) -> list[int] | None:
