@@ -33,14 +33,17 @@ from toys import tiny_tokenizer
 
 _LINEAR = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 _FULL = {"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 3}
+_SLIDING = {"layer_types": ["sliding_attention"] * 3}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": None}, "mixtral": {}, "qwen2": _FULL, "qwen2_moe": {}, "qwen3": {},
     "qwen3_moe": {"norm_topk_prob": True}, "qwen3_5_text": _LINEAR, "qwen3_5_moe_text": _LINEAR, "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 12}, "gemma3_text": {"vocab_size": 320, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention"] * 3},
-    "gemma4_text": {"vocab_size": 320, "vocab_size_per_layer_input": 320}, "phi3": {}, "granite": {}, "falcon": {"bias": False},
-    "starcoder2": {"sliding_window": None}, "gpt_oss": {}, "lfm2": {}, "deepseek_v2": {}, "deepseek_v3": {},
-    "cohere": {}, "cohere2": {"rotary_pct": 1.0, "layer_types": ["sliding_attention"] * 3}, "olmo": {}, "olmo2": {}, "olmo3": {}, "smollm3": {}, "mamba": {},
-    "stablelm": {"qk_layernorm": False}, "nemotron": {}, "gpt2": {"n_ctx": 256}, "minimax_m2": {"rotary_dim": 8},
+    "gemma2": {"query_pre_attn_scalar": 12},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "vocab_size": 320} | _SLIDING,
+    "gemma4_text": {"vocab_size_per_layer_input": 320, "vocab_size": 320}, "phi3": {}, "granite": {},
+    "falcon": {"bias": False}, "starcoder2": {"sliding_window": None}, "gpt_oss": {}, "lfm2": {}, "deepseek_v2": {},
+    "deepseek_v3": {}, "cohere": {}, "cohere2": {"rotary_pct": 1.0} | _SLIDING, "olmo": {}, "olmo2": {}, "olmo3": {},
+    "smollm3": {}, "mamba": {}, "stablelm": {"qk_layernorm": False}, "nemotron": {}, "gpt2": {"n_ctx": 256},
+    "minimax_m2": {"rotary_dim": 8},
 }  # fmt: skip
 """Types of models, and settings without which such files cannot hold them."""
 _TOKENS, _ROWS = 320, 400  # of the tokenizer, to which some types add tokens, and of the model
