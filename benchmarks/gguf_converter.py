@@ -33,17 +33,20 @@ from toys import tiny_tokenizer
 
 _LINEAR = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
 _FULL = {"sliding_window": None, "use_sliding_window": False, "layer_types": ["full_attention"] * 3}
+_SLIDING = {"layer_types": ["sliding_attention"] * 3}
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "llama": {}, "mistral": {"sliding_window": None}, "mixtral": {}, "qwen2": _FULL, "qwen2_moe": {}, "qwen3": {},
     "qwen3_moe": {"norm_topk_prob": True}, "qwen3_5_text": _LINEAR, "qwen3_5_moe_text": _LINEAR, "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 12}, "gemma3_text": {"query_pre_attn_scalar": 8},
-    "gemma4_text": {"vocab_size_per_layer_input": 320}, "phi3": {}, "granite": {}, "falcon": {"bias": False},
-    "starcoder2": {"sliding_window": None}, "gpt_oss": {}, "lfm2": {}, "deepseek_v2": {}, "deepseek_v3": {},
-    "cohere": {}, "cohere2": {}, "olmo": {}, "olmo2": {}, "olmo3": {}, "smollm3": {}, "mamba": {},
-    "stablelm": {"qk_layernorm": False}, "nemotron": {}, "gpt2": {}, "minimax_m2": {},
+    "gemma2": {"query_pre_attn_scalar": 12},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "vocab_size": 320} | _SLIDING,
+    "gemma4_text": {"vocab_size_per_layer_input": 320, "vocab_size": 320}, "phi3": {}, "granite": {},
+    "falcon": {"bias": False}, "starcoder2": {"sliding_window": None}, "gpt_oss": {}, "lfm2": {}, "deepseek_v2": {},
+    "deepseek_v3": {}, "cohere": {}, "cohere2": {"rotary_pct": 1.0} | _SLIDING, "olmo": {}, "olmo2": {}, "olmo3": {},
+    "smollm3": {}, "mamba": {}, "stablelm": {"qk_layernorm": False}, "nemotron": {}, "gpt2": {"n_ctx": 256},
+    "minimax_m2": {"rotary_dim": 8},
 }  # fmt: skip
 """Types of models, and settings without which such files cannot hold them."""
-_TOKENS = 320
+_TOKENS, _ROWS = 320, 400  # of the tokenizer, to which some types add tokens, and of the model
 _PROMPT = [5, 9, 31, 200, 7, 77, 31, 15, 250, 3] * 12
 _TENSORS_AGREE = 2e-6
 _LOGITS_AGREE = 1e-4
@@ -81,9 +84,9 @@ def random_model(kind: str) -> Any:
     """A tiny model in which every tensor has values of its own, norms too."""
     torch.manual_seed(0)
     config = causal_models.config(kind)
+    config.vocab_size = _ROWS
     for name, value in KINDS[kind].items():
         setattr(config, name, value)
-    config.vocab_size = _TOKENS
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
