@@ -320,7 +320,7 @@ def test_shares_of_tasks_stand_beside_the_whole() -> None:
 
 def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
     toy = Toy("a", most=300)
-    config = toy_config(lengths=("64", "512", "1024"), memory=True, memory_limit="1TB")
+    config = toy_config(lengths=("64", "512", "1024"), memory=True, memory_limit="900GB")
     row = table(config, given, [System("full", None)], toy.perform, silent)
     assert [(line["name"], line["state"]) for line in row.lines] == [
         ("full", ""),
@@ -337,7 +337,7 @@ def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
 
 
 def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
-    config = toy_config(lengths=("64", "66"), memory=True, memory_limit="1TB")
+    config = toy_config(lengths=("64", "66"), memory=True, memory_limit="900GB")
     row = table(config, given, [System("full", None)], Toy("a", most=64).perform, silent)
     assert [line["state"] for line in row.lines] == ["", "OOM"]
     row = table(config, given, [System("full", None)], Toy("a", most=8).perform, silent)

@@ -227,6 +227,13 @@ class EvictingCache(ManagedCache):
         """The pairs among which the policy chooses: all of them, in main memory, if it recalls, else the cache's."""
         return self._far.pairs if self._far is not None else self.cache
 
+    def places(self, slot: int) -> Sequence[Sequence[Tensor]]:
+        """Of each layer and head, the places in the text of the pairs that stayed at the last boundary."""
+        record = self._slots[slot]
+        if self.policy is None:
+            return [[torch.arange(record.boundary)] * shape.heads for shape in self.cache.shapes]
+        return record.places
+
     def tracking_queries(self) -> None:
         """Nothing: see ``ManagedCache.tracking_queries``."""
 

@@ -173,6 +173,10 @@ class _Columns:
     def release(self, slot: int) -> None:
         self._free.append(slot)
 
+    def needs(self, slots: int, columns: int) -> int:
+        """Columns take no memory."""
+        return 0
+
     def reserve(self, slot: int, columns: int) -> None:
         """There is always room."""
 

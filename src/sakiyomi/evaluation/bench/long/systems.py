@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.hf_names import cache_argument
@@ -162,11 +163,11 @@ class Ours:
 
     def _kept(self) -> list[list[list[int]]] | None:
         """Called between two rounds; the end of the prompt is an eviction boundary."""
-        places = getattr(self.llm.target.eviction, "places", None)
-        if places is None:
+        eviction = self.llm.target.eviction
+        if not isinstance(eviction, EvictingCache):
             return None
         # There is one slot, and the request has it.
-        return [[own.tolist() for own in layer] for layer in places(0)]
+        return [[own.tolist() for own in layer] for layer in eviction.places(0)]
 
 
 class OneShot:
