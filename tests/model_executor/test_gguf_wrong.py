@@ -17,6 +17,7 @@ from sakiyomi.model_executor.gguf import folder as folders
 from sakiyomi.model_executor.gguf.export import write_gguf
 from sakiyomi.model_executor.gguf.folder import settings_folder
 from sakiyomi.model_executor.loading import load_model
+from sakiyomi.model_executor.loading.recorder import save_recording
 from toys import tiny_llama, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -167,6 +168,14 @@ def test_a_full_cache_folder(sound: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(folders, "_write", full)
     with pytest.raises(LoadError, match=r"No space left on device.*set SAKIYOMI_CACHE_DIR"):
         settings_folder(sound)
+
+
+def test_without_a_packed_copy_nothing_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk is named once, where the copy cannot be written."""
+    runner: Any = None  # is not asked
+    with caplog.at_level("INFO", "sakiyomi"):
+        assert not save_recording(tmp_path, None, None, tmp_path / "no copy", tiny_tokenizer(), runner)
+    assert not caplog.records
 
 
 def test_ctrl_c_leaves_nothing(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLayer, packed_tensors
-from sakiyomi.model_executor.loading.packed import packed_files, same_layers, source_key
+from sakiyomi.model_executor.loading.packed import is_packed, packed_files, same_layers, source_key
 from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
     SCRIPT,
@@ -67,6 +67,8 @@ def save_recording(
         runner: runs the model in recorded passes; between requests.
         place: file of a recording that is distributed with the model; None: a file in the cache folder.
     """
+    if copy is not None and not is_packed(copy):
+        return False  # it could not be written, which the log says already
     key_of = recording_key if place is None else shipped_key
     place = place or place_of(folder, dtype, quantize)
     try:
