@@ -115,7 +115,9 @@ class DrafterContext:
 
 
 class Drafter(ABC):
-    """Proposes tokens that the target then verifies. Wrong proposals cost time and never change the output.
+    """Proposes tokens that the target then verifies. Wrong proposals cost time and keep the output's distribution.
+
+    Only wrong ``probs`` of drawn tokens change it.
 
     A subclass sets ``name`` and ``kind`` and implements ``propose``; every other member has a default here. One that
     ``drafters.DRAFTERS`` names also has a classmethod ``make(argument, around)``. An object
@@ -199,7 +201,7 @@ class Drafter(ABC):
 
 
 def tell(drafter: Drafter | None, what: Literal["observe", "inherit", "end"], *about: Any) -> None:
-    """Call this method of a drafter. Errors are logged and not raised: the output does not depend on drafters."""
+    """Call this method of a drafter. Errors are logged and not raised: they can only make later drafts worse."""
     try:
         if drafter is not None:
             getattr(drafter, what)(*about)

@@ -17,7 +17,7 @@ MOST_NODES = 31  # largest tree that it considers: with the last token a pass of
 FAR, FAR_NODES = 32, 127
 BEARABLE = 1.5  # longest round with drafts of a fixed size, in undrafted rounds, where other requests share it
 PATIENCE = 6  # drafting rounds that are measured before a loss stops drafting
-LOSS = 0.98  # measured gain below which it is a loss
+LOSS = 0.98  # drafting below this speed, relative to plain decoding, is a loss
 PROBE_EVERY, PROBE_LATEST = 12, 384  # rounds of the first rest and of the longest: each failed probe doubles it
 PROBE_AGAIN = 96  # least rounds of a rest that begins because other requests lost time
 WEIGHT = 4.0  # weight of the initial acceptance, in rounds
@@ -227,30 +227,32 @@ class Phase(Enum):
     NEW = "new"
     """No round of the request has been decided yet."""
     TRYING = "trying"
-    """Drafts if predictions favour it: too few rounds were measured yet."""
+    """Drafts unless a loss is predicted; fewer than ``PATIENCE`` drafting rounds were measured."""
     DRAFTING = "drafting"
-    """Drafts: enough rounds were measured, and drafting is not slower than plain decoding."""
+    """Drafts; ``PATIENCE`` rounds were measured and show no loss: at least ``LOSS`` times the plain speed."""
     RESTING = "resting"
-    """Drafts nothing for a number of rounds, because a loss was measured or predicted."""
+    """Drafts nothing for a number of rounds: a loss was measured or predicted, or the best chain has length 0."""
     PROBING = "probing"
-    """Drafts for a few rounds after a rest despite the prediction: the text may have become easier."""
+    """Drafts for a few rounds after a rest, whatever is predicted: the text may have become easier."""
 
 
 def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
-    """The phase of a request's coming round. ``AutoSize._enter`` says how long it lasts.
+    """The phase of a request's coming round. ``AutoSize._enter`` sets how long it lasts.
+
+    Not called in the middle of a rest.
 
     ::
 
-        NEW, TRYING, DRAFTING --- it is faster ------------> TRYING, or DRAFTING once enough is measured
-        NEW, TRYING, DRAFTING --- it is slower ------------> RESTING
+        NEW, TRYING, DRAFTING --- no loss -----------------> TRYING, or DRAFTING once enough is measured
+        NEW, TRYING, DRAFTING --- a loss ------------------> RESTING
         RESTING ----------------- the rest is over --------> PROBING
-        PROBING ----------------- the probe is over -------> as from TRYING: by whether it is faster
+        PROBING ----------------- the probe is over -------> as from TRYING
 
     Args:
         phase: of the round before.
         left: further rounds for which RESTING and PROBING have to stay; 0 for the others.
         measured: enough drafting rounds were measured to judge by them.
-        pays: drafting is expected to be at least as fast as plain decoding.
+        pays: no loss (see ``Phase``), and a draft of at least one token is predicted to be the fastest.
     """
     if left:
         return phase
@@ -262,18 +264,18 @@ def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
 
 
 class AutoSize:
-    """Chooses the fastest size on this machine, and drafts nothing where plain decoding is as fast.
+    """Chooses the size that is predicted to be the fastest on this machine, and drafts nothing after a loss.
 
-    A drafter that knows its own chances gets the value of a token and weighs every level and node of its tree. Other
-    drafters are asked for the chain with the largest predicted speed-up. The acceptance of each place in the draft is
+    With ``trees`` the drafter gets a ``TokenValue`` and weighs every level and node of its tree. Without, it is asked
+    for the chain with the largest predicted speed-up. The acceptance of each place in the draft is
     estimated from the rounds that verified it; older rounds count less, and a place that was never verified is assumed
     to be like the one before. Costs are measured on the machine while it works.
 
-    If the measured tokens per second fall below those of plain decoding, the request stops drafting for a while and
-    then probes again, because the text may have changed. See ``Phase`` and ``next_phase``.
+    If the measured tokens per second fall below ``LOSS`` times those of plain decoding, the request stops drafting for
+    a while and then probes again, because the text may have changed. See ``Phase`` and ``next_phase``.
 
     Args:
-        trees: whether the drafter may branch.
+        trees: whether the drafter may branch: the request's tree is not a chain, see ``make_policy``.
         depth: length of the chains, where it was tuned; None: the largest predicted speed-up decides.
         start: initial acceptance.
 

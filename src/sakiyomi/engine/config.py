@@ -39,7 +39,7 @@ class LLMConfig:
             its stretched rotary embedding reaches (yarn, llama3), and no more than where that changes all positions
             (longrope). A larger number goes beyond it with linear, and more slowly with longrope.
         max_batch: most requests that run at once.
-        exact: bit-equal output for every draft, gamma and batch.
+        exact: greedy text, and text sampled by the rule coupled, has the same bits for every draft, gamma and batch.
         strict: a failing drafter ends the request with an error; by default the request continues without it.
         allow_pickle: open pickle weights, which can run any code.
         trust_remote_code: run Python code that comes with the model.

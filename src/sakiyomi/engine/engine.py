@@ -195,6 +195,7 @@ class Engine:
                 if native is not None:
                     self._retire()
                     return steps + native
+                # The kernels do not take this round: score, verify and commit here.
                 drawn = zip(requests, drafted.drafts, strict=True)
                 parts = [drafted_part(request, draft) for request, draft in drawn]
                 parts = make_room(parts, self.target.cache, steps)

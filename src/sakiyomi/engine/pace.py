@@ -24,9 +24,9 @@ class Pace:
     """Measurements of rounds with about the same number of requests.
 
     Args:
-        requests: how many. One alone has a policy of its own that decides when to rest: the next one's text may be
-            easier. What rounds with drafts brought is then forgotten after many without, so that short requests try
-            anew.
+        requests: how many. For a single request ``AutoSize`` decides when to rest. Here the measurements of rounds with
+            drafts are then only dropped after many plain rounds, so that the next request tries drafts again: its text
+            may be easier.
 
     Attributes:
         drafted: tokens a second of a request in rounds with drafts.

@@ -28,9 +28,9 @@ class SlotManager:
     A slot that a conversation keeps between its requests is taken from it, the longest unused one first, when another
     request needs it or its memory: the conversation then reads its next prompt anew.
 
-    A request whose prompt begins as that of another one does copies what that has read. While the other one is still
-    reading it waits, but only for requests that were seated before it and have read as much as it has itself: so the
-    first of several that share something never waits, and none waits longer than it would take to read.
+    If the prompts of two requests have a common beginning, the later request copies what the earlier one has read.
+    While the earlier one is still reading, the later one waits, unless it has itself read more. So the first of several
+    requests never waits, and no request waits longer than it would need to read the tokens itself.
 
     Args:
         target: whose cache has the slots.
@@ -139,9 +139,9 @@ class SlotManager:
     def _usable(self, request: Request, count: int, whole: int, base: int = 0) -> int:
         """How many of a prompt's first tokens can be reused from another slot that holds `count` of them.
 
-        With `exact`, rows of decoding passes and of chunks of another length were rounded differently. With eviction,
-        what was dropped depends on the boundaries, and a fresh request has one at the end of each chunk. Both reuse
-        whole chunks only.
+        With `exact`, decoding passes and chunks of another length do not count: they round differently. With eviction,
+        the dropped pairs depend on the eviction boundaries, and a new request has one at the end of each chunk. In both
+        cases only whole chunks are reused.
 
         Args:
             request: with the prompt.

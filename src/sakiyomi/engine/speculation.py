@@ -1,7 +1,8 @@
 """Decides with each request's policy how deep to draft, asks the drafter for drafts, checks them, and times them.
 
 Drafters are untrusted plug-ins. If ``propose`` raises, all requests of that call continue without the drafter. If one
-draft is invalid, only its request does. Output never depends on the drafter.
+draft is invalid, only its request does. The output has the target's distribution with every drafter whose ``probs`` are
+those that its tokens were drawn from; greedy and coupled text is the same for all of them.
 """
 
 from __future__ import annotations

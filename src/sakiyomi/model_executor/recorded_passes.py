@@ -4,8 +4,9 @@ A recording is made from a trace (``trace.py``), which takes a fraction of a sec
 a model that was read from a file (``recorded_model.py``). The kernels run it as a program (``program.py``), by the very
 operators of the eager pass. It serves every batch, length, tree and row count: it does not contain plan and cache, and
 reads sizes from its inputs. A size may have become a constant in the trace. So the first pass of each row count is
-compared with an eager one (bit-equal logits and hidden states), and a row count that differs gets its own recording. A
-recording from a file was compared at a few row counts when it was made, and is not compared again.
+compared with an eager one (bit-equal logits and hidden states), and a row count that differs gets its own recording.
+Of a recording from a file only logits were compared, when it was written, at up to four row counts (``TRIED`` in
+``loading/recorder.py``).
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class RecordedPasses:
 
     Args:
         forward: the eager pass.
-        module: the model. One that was read from a file has its recording, which was proven when it was made.
+        module: the model. One that was read from a file has its recording, which serves all sizes at once.
         sizes: row counts of decoding passes, ascending; multiples of the last one come too.
 
     Attributes:
         failed: the model cannot be recorded; its passes run eagerly.
-        ready: the recording that serves a row count, once its outputs were compared with those of an eager pass.
+        ready: by row count, the recording that serves it: one from a file, or one that equalled an eager pass there.
     """
 
     mode: ClassVar[str] = "recorded"
@@ -98,7 +99,7 @@ class RecordedPasses:
             self._fail(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
 
     def _prove(self, begin: BeginPass, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor) -> PassResult:
-        """Run a pass both ways; its rows are written twice, with the same numbers."""
+        """Run a pass eagerly and recorded, and compare. Both write the same keys and values to the same places."""
         expected = self._forward(ids, positions)
         self.fresh = True
         while not self.failed:

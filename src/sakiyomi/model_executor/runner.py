@@ -78,7 +78,8 @@ class ModelRunner(Session):
     def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> PassOutput:
         """Run one pass over the rows of these segments.
 
-        Keys and values of the rows are written behind each slot's pairs; `SlotCache.commit` then decides which stay.
+        Keys and values of the rows are written behind each slot's pairs. The verdict decides which of them stay,
+        and `SlotCache.commit` moves these together.
         The slots must have room.
 
         Args:

@@ -35,7 +35,7 @@ from sakiyomi.model_executor.recorded_passes import RecordedPasses
 from sakiyomi.model_executor.weights import ModelWeights, on_cpu
 
 SIZES = (1, 4, 8, 16, 32, 64)
-# For recordings from files, whose sizes need no proof: at most a fifth of a pass is filler rows.
+# For recordings from files, which are not compared at each size: at most a fifth of a pass is filler rows.
 ALL_SIZES = tuple(sorted({rows << twice for rows in range(1, 9) for twice in range(5)}))
 
 

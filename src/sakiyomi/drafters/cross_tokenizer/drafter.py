@@ -1,8 +1,8 @@
 """Drafts with a model that has another tokenizer than the target: its text is proposed in the target's tokens.
 
 ``Mirror`` keeps each request's committed text in the draft's tokens. The draft model generates some tokens behind it,
-and ``Translator`` converts them to tokens of the target. They are proposed as point masses, which are lossless under
-every acceptance rule.
+and ``Translator`` converts them to tokens of the target. They are proposed as point masses, which every lossless
+acceptance rule can verify.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _joined(first: Draft, rest: Draft) -> Draft:
 class CrossDrafter(Drafter):
     """Drafts a chain or a tree with a small causal LM whose tokenizer is not the target's.
 
-    The draft model proposes its most probable text, also when the target samples. As a point mass it is accepted with
-    the target's probability of it. Two vocabularies cannot share the coupled rule's noise.
+    The draft model proposes its most probable text, also when the target samples: the coupled rule's noise belongs to
+    tokens of one vocabulary. So drafts are point masses, accepted with the target's probability of each token.
 
     Args:
         inner: runs the draft model on its own tokens.

@@ -68,9 +68,9 @@ class Translator:
     ) -> Translation:
         """The likeliest nodes of all paths; paths with the same beginning share nodes.
 
-        A node is right if the text contains one of the draft tokens that complete its bytes. On different paths these
-        exclude each other, so their chances add up; on the same path they count once. A draft of one path is
-        translated even where its text is not natural, of several only the natural ones.
+        A node is accepted if the text contains one of the draft tokens that complete its bytes. The chances of
+        different draft tokens are added, since their paths exclude each other; one that several paths share counts
+        once. A draft of one path is always translated; of several paths only natural ones (see ``Continuation``).
 
         Args:
             before: the last committed bytes.
@@ -107,8 +107,8 @@ class Translator:
                     last += 1
                 through[node][path.nodes[last]] = values[path.nodes[last]]
                 above = node
-        # Where the tokens of a text depend on what follows it, a draft token completes several of them: together they
-        # are not more likely than their parent.
+        # How the target splits a text can depend on what follows it. Then one draft token completes several sibling
+        # nodes; their chances are scaled so that together they do not exceed their parent's.
         raw = [sum(known.values()) for known in through]
         total: dict[int, float] = {}
         for parent, value in zip(found.parents, raw, strict=True):

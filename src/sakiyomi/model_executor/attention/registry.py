@@ -70,7 +70,10 @@ class PassRecorder(Protocol):
 
     @property
     def ready(self) -> Mapping[int, PassForward]:
-        """By row count: replays a described pass, once compared with an eager one; empty if only ``run`` replays."""
+        """By row count: replays a described pass; empty if only ``run`` replays.
+
+        Only ``RecordedPasses`` compares passes with eager ones.
+        """
         ...
 
     def has(self, rows: int) -> bool:

@@ -1,7 +1,7 @@
 """Makes recordings (see ``recording.py``), and proves them.
 
 Packed weights that the recording alone makes from the checkpoint, or those of the packed copy, must equal those in use.
-Passes of many row counts must give the exact logits of the model.
+Passes of up to four row counts (``TRIED``) must give the exact logits of the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Acceptance rules, by name. A new rule is a file here and an instance in ``RULES``.
+"""Acceptance rules, by name.
 
-Rules that `kernels/verify.h` has too run compiled (``native.verify_all``); the Python one is their oracle and fallback.
+A new rule is a file here, an instance in ``RULES``, and a name in ``Acceptance`` and ``ACCEPTANCES`` (core/params.py).
+Rules that `kernels/verify.h` has too run compiled: in ``native.verify_all``, and in rounds in the kernels (round.h).
+The Python rules are their oracle and fallback.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Verifier(ABC):
 
     Attributes:
         name: as in ``SamplingParams.acceptance``.
-        rule: how drafts for it are made, as in ``Context.rule``: "ratio" for every rule that reads probabilities.
+        rule: how drafters propose for it (``Context.rule``); "ratio" for all rules that read draft probabilities.
         lossless: whether the output has the target's own distribution; if so, the distribution tests include the rule.
         takes: kinds of draft for which that holds.
     """
