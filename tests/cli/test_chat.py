@@ -30,6 +30,7 @@ TEMPLATE = (
 )
 DEAF = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
 NEW = 8
+FREE = ("--draft", "none", "--compile", "false", "--max-new-tokens", str(NEW), "--ignore-eos")
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +266,63 @@ def test_options_that_cannot_be_met(
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("error: ") and message in result.stderr
     assert result.stdout == ""
+
+
+# ---------------------------------------------------------------- asked once
+
+
+def test_messages_are_answered_and_the_chat_ends(models: Path, say: Callable[..., Result]) -> None:
+    typed = found(say("Once upon\nWho\n", "--json"))
+    once = say("is not read\n", "Once upon", "Who", "--json")
+    assert found(once)["messages"] == typed["messages"]
+    assert "--max-new-tokens N" in once.stderr  # a person is told that the reply was cut
+    by_flag = CliRunner().invoke(app, ["chat", "Once upon", "--target", str(models / "templated"), *FREE, "--json"])
+    assert found(by_flag)["messages"] == typed["messages"][:2]
+    piped = say("Once\nupon\n", "-", "--json")
+    assert contents(found(piped))[0] == "Once\nupon"
+
+
+def test_an_argument_is_a_message_also_with_a_slash(say: Callable[..., Result]) -> None:
+    assert contents(found(say("", "/help me", "--json")))[0] == "/help me"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["chat", "no-such-model"], "no-such-model"), (["chat", "tales", " "], "a message is empty")],
+)
+def test_arguments_that_are_no_question(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code in (1, 2) and message in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def test_generate_with_the_template(models: Path, say: Callable[..., Result], tmp_path: Path) -> None:
+    def texts(*arguments: str, model: str = "templated") -> Result:
+        return CliRunner().invoke(app, ["generate", *arguments, "--target", str(models / model), *FREE, "--json"])
+
+    chats = tmp_path / "chats.jsonl"
+    said = [{"from": "human", "value": "Once upon"}, {"from": "gpt", "value": "left out: it is to be written"}]
+    chats.write_text(json.dumps({"conversations": said}) + '\n{"turns": ["Who", "?"]}\n', encoding="utf-8")
+    value = found(texts("Once upon", "--chat", "--file", str(chats)))
+    replies = [one["text"] for one in value["generations"]]
+    assert replies[0] == contents(found(say("Once upon\n", "--json")))[1]
+    assert replies[1] == replies[0] and value["prompts"][1] == value["prompts"][0]
+    assert replies[2] == contents(found(say("Who\n", "--json")))[1]
+    alone = found(texts("--file", str(chats)))["generations"]
+    assert alone[0]["text"] == replies[0]  # a chat needs no flag, a text does
+    assert alone[1]["token_ids"] != value["generations"][2]["token_ids"]
+    refused = texts("Once", "--chat", model="plain")
+    assert refused.exit_code == 2 and "has no chat template" in refused.stderr
+
+
+def test_a_text_that_ends_at_once_is_explained(models: Path) -> None:
+    def run(model: str, *more: str) -> Result:
+        return CliRunner().invoke(app, ["generate", "Once upon", "--target", str(models / model), *FREE, *more])
+
+    first = found(run("templated", "--json"))["generations"][0]["token_ids"][0]
+    for model, told in (("templated", True), ("plain", False)):
+        ended = run(model, "--stop-token-ids", str(first))
+        assert ended.exit_code == 0 and ("sakiyomi chat --model" in ended.stderr) == told
+        assert ("--chat" in ended.stderr) == told
 
 
 # ---------------------------------------------------------------- dialogues

@@ -257,6 +257,18 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         read_prompts(packed)
 
 
+def test_chats_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    user, reply = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A fox."}
+    file.write_text(json.dumps({"messages": [user, reply, user, reply]}) + '\n"a text"\n', encoding="utf-8")
+    assert read_prompts(file) == [[user, reply, user], "a text"]
+    assert read_text(file) == "Who?\n\nA fox.\n\nWho?\n\na text"
+    for wrong, message in (([reply], "one is the user's"), ([{"role": "tool", "content": "x"}], "from 'tool'")):
+        file.write_text(json.dumps({"messages": wrong}), encoding="utf-8")
+        with pytest.raises(LoadError, match=message):
+            read_prompts(file)
+
+
 def test_references_of_prompts(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     lines = [{"prompt": "1 + 1 =", "answer": 2}, {"turns": ["a"], "reference": [" b ", "c"]}, {"text": "c"}]

@@ -28,8 +28,8 @@ class PromptOptions:
     """What is checked.
 
     Attributes:
-        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
-            stories.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt, turns or a chat (messages); by
+            default a few beginnings of stories.
         count: most prompts that are used.
         drafts: other drafters to check beside the same target (again for each).
     """
@@ -53,7 +53,7 @@ def audit(
     at_least(asked, count=1)
     from sakiyomi.core.prompts import STORIES, read_prompts
 
-    texts = list(STORIES) if asked.prompts is None else read_prompts(asked.prompts)
+    texts = [*STORIES] if asked.prompts is None else read_prompts(asked.prompts)
     with progress("loading") as status:
         if shared.count is None:
             from sakiyomi.evaluation.audit.audit import audit as run

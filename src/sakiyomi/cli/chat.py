@@ -5,7 +5,9 @@ A line that begins with a slash is a command; a new one is a function here and o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +15,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from sakiyomi.cli import images
-from sakiyomi.cli.common import JsonOption, flag_help, load, parameters, parsed
+from sakiyomi.cli.common import JsonOption, flag_help, from_stdin, load, parameters, parsed
 from sakiyomi.cli.output import is_coloured, legend, note, stdout
-from sakiyomi.cli.talk import REFUSED, Chat, Lines, check
+from sakiyomi.cli.talk import REFUSED, Chat, Given, Lines, check
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.images import read_images
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.preflight import check_target
@@ -33,7 +36,9 @@ class ChatOptions:
     """The model, and how to talk to it.
 
     Attributes:
-        name: the target: embedded name, folder or hub id, as --target.
+        name: the target: embedded name, folder, file or hub id, as --target; with --target it is the first message.
+        messages: messages to answer, one after the other; then the chat ends. - reads one from stdin. Without any the
+            chat goes on line by line.
         system: system prompt.
         template: auto (the tokenizer's chat template, or plain text if it has none), none (plain text: messages and
             replies form one continuing text), or a Jinja file.
@@ -41,31 +46,28 @@ class ChatOptions:
     """
 
     name: str | None = field(default=None, metadata={"argument": "TARGET"})
+    messages: tuple[str, ...] = field(default=(), metadata={"argument": "MESSAGE"})
     system: str = ""
     template: str = "auto"
     trace: bool = False
 
 
 def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
-    """Talk with a model.
+    """Talk with a model, or ask it once.
 
     Only the new tokens of each message are computed. Type /help for commands; Ctrl-C stops a reply, Ctrl-D leaves.
     From a pipe each line is a message.
 
-    Example: sakiyomi chat FOLDER --temperature 0.7
+    Example: sakiyomi chat --model FOLDER "What is the capital of France?"
     """
-    if options.name is not None:
-        if model.target not in (LLMConfig.target, options.name):
-            raise InputError(f"the target is given twice, {options.name!r} and --target {model.target!r}; give one")
-        model = dataclasses.replace(model, target=options.name)
-        check_target(model.target, allow_pickle=model.allow_pickle, trust_remote_code=model.trust_remote_code)
+    model, messages = _given(options, model)
     check(params)
     from sakiyomi.engine.chat_template import Dialogue, read_template
 
     template = read_template(options.template)
     llm = load(model)
     dialogue = Dialogue(llm.tokenizer, template, options.system, llm.processor)
-    lines = Lines()
+    lines = Given(messages) if messages else Lines()
     if dialogue.plain:
         note(f"{model.target} runs without a chat template: your messages and its replies form one continuing text")
     if model.exact:
@@ -82,6 +84,27 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
     llm.record()
     if talk.failed and not lines.interactive:
         raise typer.Exit(1)
+
+
+def _given(options: ChatOptions, model: LLMConfig) -> tuple[LLMConfig, list[str]]:
+    """The model with its target, and the messages: the first argument is either."""
+    given = [text for text in (options.name, *options.messages) if text is not None]
+    if given and model.target == LLMConfig.target and (_on_disk(given[0]) or not re.search(r"\s", given[0])):
+        model = dataclasses.replace(model, target=given.pop(0))
+        check_target(model.target, allow_pickle=model.allow_pickle, trust_remote_code=model.trust_remote_code)
+    elif given and _on_disk(given[0]) and Path(given[0]).is_dir():
+        raise InputError(f"the target is given twice, {given[0]!r} and --target {model.target!r}; give one")
+    messages = [from_stdin() if text == "-" else text for text in given]
+    if not all(text.strip() for text in messages):
+        raise InputError("a message is empty; give a text")
+    return model, messages
+
+
+def _on_disk(name: str) -> bool:
+    """Whether there is a file or folder of this name, which may be any text."""
+    with contextlib.suppress(OSError, ValueError):  # a text may be too long for a name
+        return Path(name).exists()
+    return False
 
 
 # ---------------------------------------------------------------- commands
@@ -159,7 +182,7 @@ def _image(chat: Chat, rest: str) -> None:
         note("no image goes with the next message")
         return
     images.check_sees(chat.llm)
-    images.read_images([*chat.images, rest])
+    read_images([*chat.images, rest])
     chat.images.append(rest)
     note(f"{len(chat.images)} image{'s' * (len(chat.images) != 1)} will go with the next message")
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,6 +119,19 @@ def server_packages() -> Iterator[None]:
 def samples_of(result: Generation | list[Generation]) -> list[Generation]:
     """The result of ``LLM.generate`` for one prompt as a list, also if n is 1."""
     return result if isinstance(result, list) else [result]
+
+
+def from_stdin() -> str:
+    """All of stdin, without the newline that echo adds.
+
+    Raises:
+        LoadError: it is not UTF-8 text.
+    """
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise LoadError(f"the text on stdin is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return text.removesuffix("\n")
 
 
 def note_lossy(params: SamplingParams) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.cli import images
-from sakiyomi.cli.common import JsonOption, draft_spec, load, note_lossy, samples_of
+from sakiyomi.cli.common import JsonOption, draft_spec, from_stdin, load, note_lossy, samples_of
 from sakiyomi.cli.output import note, printed, progress, say
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.chats import Chat, is_chat, question
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.images import read_images
 from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.preflight import check_prompts
+from sakiyomi.core.prompts import read_prompts, text_of
 from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
@@ -29,7 +32,8 @@ class GenerateOptions:
 
     Attributes:
         prompts: texts to continue; - reads one from stdin.
-        file: read prompts from this file: one a line, or .jsonl with text, prompt or turns.
+        file: read prompts from this file: one a line, or .jsonl with text, prompt, turns or a chat (messages).
+        chat: put each prompt into the chat template of the model, as a message of the user. Chats always are.
         stream: print the text while it is generated; the default for a single prompt.
         trace: colour each token by its source (accepted, recovered, bonus, plain).
         rounds_trace: with --json: each round's draft tree, and which of its tokens were accepted.
@@ -40,6 +44,7 @@ class GenerateOptions:
 
     prompts: tuple[str, ...] = field(default=(), metadata={"argument": "PROMPT"})
     file: str | None = None
+    chat: bool = False
     stream: bool | None = None
     trace: bool = False
     rounds_trace: bool = False
@@ -70,11 +75,13 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
         stream = False
     if options.image:
         _check_images(options, model)
+    if options.prefix is not None and any(is_chat(prompt) for prompt in prompts):
+        raise InputError("a prefix is text, and a chat begins anew; drop --prefix, or --chat")
     llm = load(model)
     note_lossy(params)
     rounding = llm.target.weights.quantization
     prefix = llm.load_prefix(options.prefix) if options.prefix is not None else None
-    asked = _behind_images(llm, prompts, options.image, params) if options.image else prompts
+    asked = _asked(llm, prompts, options, params)
     began = time.perf_counter()
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(asked)]
@@ -84,6 +91,7 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
         results = [sample for result in found for sample in samples_of(result)]
         if not output.json:
             _show(llm, results, asked, params, options.trace, [] if prefix is None else prefix.tokens)
+    _hint(llm, model, prompts, results, params)
     _figures(llm, model.draft, Stats.total(result.stats for result in results), time.perf_counter() - began)
     generations = [result.to_dict() for result in results]
     told: dict[str, Any] = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
@@ -101,28 +109,33 @@ def _figures(llm: LLM, draft: str, stats: Stats, seconds: float) -> None:
         note(f"{speed}, {stats.tau:.2f} tokens a pass of {llm.name}; draft {draft_spec(llm, draft)}")
 
 
-def _prompts(options: GenerateOptions) -> list[str]:
-    """Prompts of the arguments, then of the file."""
-    found = [_from_stdin() if text == "-" else text for text in options.prompts]
-    if options.file is not None:
-        from sakiyomi.core.prompts import read_prompts
+def _hint(
+    llm: LLM, model: LLMConfig, prompts: Sequence[str | Chat], results: Sequence[Generation], params: SamplingParams
+) -> None:
+    """Say what to type where a text ends at once, because the model expects its chat template."""
+    from sakiyomi.engine.chat_template import has_template
 
+    ended = [i for i, one in enumerate(results) if one.finish_reason == "stop" and len(one.token_ids) <= 1]
+    if any(isinstance(prompts[i // params.n], str) for i in ended) and has_template(llm.tokenizer, llm.processor):
+        note(
+            f"a text ended at its first token, and {llm.name} has a chat template: ask it with --chat, or with "
+            f'sakiyomi chat --model {shlex.quote(model.target)} "..."'
+        )
+
+
+def _prompts(options: GenerateOptions) -> list[str | Chat]:
+    """Prompts of the arguments, then of the file."""
+    found: list[str | Chat] = [from_stdin() if text == "-" else text for text in options.prompts]
+    if options.file is not None:
         found += read_prompts(options.file)
+    if options.chat:
+        found = [question(text) if isinstance(text, str) else text for text in found]
     if not found:
         raise InputError(
             'no prompt was given; expected one or more, for instance: sakiyomi generate "Once upon a time"'
         )
-    check_prompts(found)
+    check_prompts([text_of(prompt) for prompt in found])
     return found
-
-
-def _from_stdin() -> str:
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise LoadError(f"the prompt on stdin is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    # The newline that echo adds is no part of the prompt.
-    return text.removesuffix("\n")
 
 
 def _check_images(options: GenerateOptions, model: LLMConfig) -> None:
@@ -131,17 +144,26 @@ def _check_images(options: GenerateOptions, model: LLMConfig) -> None:
 
     if options.prefix is not None:
         raise InputError("a prefix is text, and images begin a message of their own; drop --prefix, or --image")
-    images.read_images(options.image)
+    read_images(options.image)
     check_sees(model.target, trust_remote_code=model.trust_remote_code, allow_pickle=model.allow_pickle)
 
 
-def _behind_images(llm: LLM, prompts: Sequence[str], files: Sequence[str], params: SamplingParams) -> list[Any]:
-    """Each prompt as a message that begins with these images."""
-    from sakiyomi.engine.chat_template import Dialogue
+def _asked(llm: LLM, prompts: Sequence[str | Chat], options: GenerateOptions, params: SamplingParams) -> list[Any]:
+    """The prompts as the engine takes them: chats as tokens, images behind the message that they belong to."""
+    from sakiyomi.engine.chat_template import has_template
 
-    dialogue = Dialogue(llm.tokenizer, processor=llm.processor)
-    said = [dialogue.messages_with(images.content(prompt, files), []) for prompt in prompts]
-    return [images.prompt_of(llm, dialogue, messages, params) for messages in said]
+    if options.image:
+        images.check_sees(llm)
+        prompts = [_with_images(prompt, options.image) for prompt in prompts]
+    if options.chat and not has_template(llm.tokenizer, llm.processor):
+        raise InputError(f"{llm.name} has no chat template, so that chat means nothing to it; drop --chat")
+    return [llm.engine.process(prompt, params) if is_chat(prompt) else prompt for prompt in prompts]
+
+
+def _with_images(prompt: str | Chat, files: Sequence[str]) -> Chat:
+    """A chat whose last message begins with these images."""
+    *before, last = question(prompt) if isinstance(prompt, str) else prompt
+    return [*before, {**last, "content": images.content(last["content"], files)}]
 
 
 def _streamed(llm: LLM, prompt: Any, index: int, params: SamplingParams, coloured: bool) -> Generation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,10 @@ class Chat:
             SakiyomiError: there is no reply; the conversation is unchanged.
         """
         messages = self.dialogue.messages_with(message, before)
-        prompt = images.prompt_of(self.llm, self.dialogue, messages, self.params)
+        prompt: Any = self.dialogue.prompt(messages)
+        if not isinstance(prompt, list):
+            images.check_sees(self.llm)
+            prompt = self.llm.engine.process(prompt, self.params)
         tokens = prompt if isinstance(prompt, list) else prompt.tokens
         if len(tokens) >= self.llm.max_context:
             raise InputError(
@@ -155,10 +159,11 @@ class Chat:
         if self.used >= self.llm.max_context:
             full = f"the context of {self.llm.max_context} tokens is full"
             note(f"{full}: /undo removes the last exchange, /reset starts over")
-        elif last.finish_reason == "length" and self.lines.interactive and not self._told:
+        elif last.finish_reason == "length" and self.lines.alone and not self._told:
             self._told = True  # once is enough
-            note(f"cut after {last.stats.tokens} tokens: /set max_new_tokens N for longer replies")
-        elif not text.strip() and self.lines.interactive:
+            how = "/set max_new_tokens N" if self.lines.interactive else "--max-new-tokens N"
+            note(f"cut after {last.stats.tokens} tokens: {how} for longer replies")
+        elif not text.strip() and self.lines.alone:
             note("an empty reply: the model ended it at once")
 
     @property
@@ -182,10 +187,11 @@ class Lines:
 
     Attributes:
         interactive: stdin is a terminal.
+        alone: a person reads each reply, and is told of ends that surprise.
     """
 
     def __init__(self) -> None:
-        self.interactive = sys.stdin.isatty()
+        self.interactive = self.alone = sys.stdin.isatty()
         self._edits = self.interactive and sys.stdout.isatty()
         if self._edits:
             with contextlib.suppress(ImportError):  # not on every system
@@ -234,3 +240,25 @@ class Lines:
         if not line:
             raise EOFError
         return line.decode("utf-8").rstrip("\r\n")
+
+
+class Given(Lines):
+    """Messages of the command line; a slash has no meaning there.
+
+    Args:
+        messages: of the user, in order.
+    """
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        self.interactive, self.alone = False, True
+        self._left = deque(messages)
+
+    def read(self) -> tuple[bool, str]:
+        """The next message.
+
+        Raises:
+            EOFError: there is no more.
+        """
+        if not self._left:
+            raise EOFError
+        return False, self._left.popleft()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.messages import one_line
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Those of OpenAI's API; of a GIF the first picture is taken."""
+MOST_PIXELS = 1 << 26  # of all images of a prompt that come from files
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,3 +66,24 @@ def decode_image(content: bytes, most: int) -> Image:
     except Exception as error:  # decoders raise errors of any kind
         raise InputError(f"the image cannot be read ({one_line(error):.120}); expected {', '.join(FORMATS)}") from None
     raise InputError(f"the image has {pixels} pixels, {most} are taken in all images; give a smaller one")
+
+
+def read_images(files: Sequence[str]) -> list[Image]:
+    """The images of files.
+
+    Raises:
+        InputError, LoadError: one cannot be read, or they are too large.
+    """
+    images: list[Image] = []
+    left = MOST_PIXELS
+    for file in files:
+        try:
+            images.append(decode_image(Path(file).expanduser().read_bytes(), left))
+        except OSError as error:
+            raise LoadError(f"the image {file!r} cannot be read ({error}); check the path") from None
+        except ImportError:
+            raise LoadError("images need the package pillow, which is not installed; pip install pillow") from None
+        except InputError as error:
+            raise InputError(f"{file}: {error.message}") from None
+        left -= images[-1].width * images[-1].height
+    return images

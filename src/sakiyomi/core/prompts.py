@@ -10,18 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.chats import Chat, asked, chat_messages
 from sakiyomi.core.errors import InputError, LoadError
 
 JUDGED = 512  # tokens on which a quantization is judged
 
 
-def read_prompts(path: str | Path, count: int | None = None) -> list[str]:
+def read_prompts(path: str | Path, count: int | None = None) -> list[str | Chat]:
     """Prompts of a file.
 
     Args:
-        path: text, one prompt a line; or .jsonl, each line with ``text``, ``prompt`` or ``turns`` (the first is taken).
-            Either may end in .gz.
+        path: text, one prompt a line; or .jsonl, each line with ``text``, ``prompt``, ``turns`` (the first is taken),
+            or a chat, ``messages`` or ``conversations``, whose last message of the user is to be answered. Either may
+            end in .gz.
         count: how many prompts to read, from the first on; None: all.
+
+    Returns:
+        Texts, and of chats their messages.
 
     Raises:
         LoadError: the file cannot be read, or a line is not what it should be.
@@ -33,6 +38,11 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[str]:
     if not found:
         raise InputError(f"there is no prompt in {str(path)!r}; expected one a line")
     return found
+
+
+def text_of(prompt: str | Chat) -> str:
+    """A text as it is, of a chat what its messages say, joined by blank lines."""
+    return prompt if isinstance(prompt, str) else "\n\n".join(message["content"] for message in prompt)
 
 
 def read_references(path: str | Path, count: int | None = None) -> list[str | None]:
@@ -54,7 +64,7 @@ def read_text(path: str | Path) -> str:
         LoadError, InputError: it cannot be read.
     """
     path = Path(path)
-    return "\n\n".join(read_prompts(path)) if _is_json(path) else _read(path)
+    return "\n\n".join(map(text_of, read_prompts(path))) if _is_json(path) else _read(path)
 
 
 def _read(path: Path) -> str:
@@ -95,17 +105,21 @@ def _reference(value: Any) -> str | None:
     return str(found).strip() or None if isinstance(found, str | int | float) else None
 
 
-def _prompt(value: Any, path: Path, number: int) -> str:
+def _prompt(value: Any, path: Path, number: int) -> str | Chat:
+    place = f"line {number} of {str(path)!r}"
+    messages = chat_messages(value, place) if isinstance(value, dict) else None
+    if messages is not None and (chat := asked(messages)):
+        return chat
     value = _first(value, "text", "prompt", "turns")
     if not isinstance(value, str) or not value:
         raise LoadError(
-            f"line {number} of {str(path)!r} is no prompt; expected a JSON text, or an object with text, prompt or "
-            "turns"
+            f"{place} is no prompt; expected a JSON text, or an object with text, prompt, turns, or messages of which "
+            "one is the user's"
         )
     return value
 
 
-STORIES = tuple(read_prompts(Path(__file__).with_name("stories.jsonl")))
+STORIES = tuple(map(text_of, read_prompts(Path(__file__).with_name("stories.jsonl"))))
 """Beginnings of stories, written for this package; about 60 words each: 64 tokens or more of most tokenizers."""
 
 

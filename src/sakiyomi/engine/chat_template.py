@@ -12,8 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeGuard
 
+from sakiyomi.core.chats import Chat, is_chat
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
+from sakiyomi.core.images import ImagePrompt, read_images
 from sakiyomi.core.messages import one_line
 
 WORDS = ("auto", "none")
@@ -151,6 +153,26 @@ class Dialogue:
         # The template writes the begin token itself.
         return list(self._tokenizer(self.text(messages, how), add_special_tokens=False)["input_ids"])
 
+    def prompt(self, messages: Chat, how: Rendering = _NEW_REPLY) -> list[int] | ImagePrompt:
+        """What a model reads of any messages: their tokens, or, if they have images, a text with these.
+
+        Raises:
+            InputError, LoadError: the template does not take them, or an image cannot be read.
+        """
+        for number, message in enumerate(messages, start=1):
+            if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
+                raise InputError(
+                    f"message {number} of the chat is {message!r:.80}; expected an object with role and content"
+                )
+        parts = [part for message in messages if isinstance(said := message.get("content"), list) for part in said]
+        shown = [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+        if not shown:
+            return self.read(messages, how)
+        if wrong := [part for part in shown if not isinstance(part.get("path"), str)]:
+            raise InputError(f"the chat has the image {wrong[0]!r:.80}; expected path with the name of a file")
+        files = [part["path"] for part in shown]
+        return ImagePrompt(self.text(messages, how), read_images(files))
+
     def text(self, messages: Sequence[Mapping[str, Any]], how: Rendering = _NEW_REPLY) -> str:
         """What the template makes of messages, whose contents may be lists of parts, with images; see ``read``.
 
@@ -211,6 +233,22 @@ class Dialogue:
             raise InputError(
                 f"the chat template fails ({type(error).__name__}: {error}); give another one, or none for plain text"
             ) from None
+
+
+def has_template(tokenizer: Any, processor: Any = None) -> bool:
+    """Whether a model brings a chat template."""
+    return any(getattr(part, "chat_template", None) for part in (tokenizer, processor))
+
+
+def prompt_ids(tokenizer: Any, prompt: str | Chat, most: int | None = None) -> list[int]:
+    """Token ids of a text, at most the first ``most``, or of a whole chat.
+
+    Raises:
+        InputError: the chat template does not take the chat.
+    """
+    if is_chat(prompt):
+        return Dialogue(tokenizer).read(prompt)
+    return list(tokenizer(prompt)["input_ids"])[:most]
 
 
 def _messages(system: str, exchanges: Sequence[Exchange], message: Content | None = None) -> list[dict[str, Any]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from sakiyomi.cache.cross_attention import Source
+from sakiyomi.core.chats import is_chat
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.inputs import TextInputProcessor, TokenizedPrompt, prompt_tokens, with_ids
 from sakiyomi.model_executor.loading.model import Loaded
 from sakiyomi.model_executor.runner import ModelRunner
@@ -27,8 +30,15 @@ class ImageInputProcessor(TextInputProcessor):
         super().__init__(loaded.tokenizer, target.vocab_size, max_context, target.weights.context_note)
         self._loaded, self._target = loaded, target
 
+    @cached_property
+    def dialogue(self) -> Dialogue:
+        """See there."""
+        return Dialogue(self._tokenizer, processor=self._loaded.extractor)
+
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """See ``InputProcessor``."""
+        if is_chat(prompt):
+            prompt = self.dialogue.prompt(prompt)
         if not isinstance(prompt, ImagePrompt):
             return super().__call__(prompt, params)
         name, processor = self._loaded.name, self._loaded.extractor

@@ -5,13 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
+from sakiyomi.core.chats import is_chat
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.chat_template import Dialogue
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,15 @@ class TextInputProcessor:
         self._tokenizer, self._vocab_size, self._max_context = tokenizer, vocab_size, max_context
         self._note = note
 
+    @cached_property
+    def dialogue(self) -> Dialogue:
+        """Writes chats as the model's template does."""
+        return Dialogue(self._tokenizer)
+
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """See ``InputProcessor``."""
+        if is_chat(prompt):
+            prompt = self.dialogue.prompt(prompt)
         if isinstance(prompt, Audio):
             raise InputError(f"the prompt is {prompt!r}, and the model reads text; load a speech model (whisper)")
         if isinstance(prompt, ImagePrompt):
@@ -80,7 +90,9 @@ def prompt_tokens(
             tokens = [operator.index(t) for t in prompt]
         except TypeError:
             shown = " ".join(repr(prompt).split())
-            raise InputError(f"the prompt is {shown:.80}; expected a text or a list of token ids") from None
+            raise InputError(
+                f"the prompt is {shown:.80}; expected a text, a list of messages or a list of token ids"
+            ) from None
         if not tokens:
             raise InputError("the prompt is an empty list of tokens; give at least one")
     wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)

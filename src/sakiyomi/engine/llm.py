@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.cache_specs import budget_of, parse_cache
+from sakiyomi.core.chats import Chat, is_chat
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import ImagePrompt
@@ -21,6 +22,7 @@ from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.core.threads import govern_threads
 from sakiyomi.drafters import Drafter, Proposer, make_drafter, parse_drafters
+from sakiyomi.engine.chat_template import Dialogue, Rendering
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
 from sakiyomi.engine.model_pool import ModelPool, answer, wait
@@ -31,7 +33,7 @@ from sakiyomi.model_executor.build import build_runner, check_compile
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.model_executor.weights import is_shared
 
-Prompt = str | Sequence[int] | Audio | Tensor | ImagePrompt
+Prompt = str | Sequence[int] | Chat | Audio | Tensor | ImagePrompt
 
 
 class LLM:
@@ -183,8 +185,10 @@ class LLM:
         """Generate for one prompt or for a list; a list gives a list back, in order.
 
         Args:
-            prompts: text, or a list of texts or of token-id lists. Where the target has an encoder, what it reads: a
-                source text or its tokens, or, of a speech model, an ``Audio`` or a tensor of its input features.
+            prompts: text, or a list of texts, of token-id lists or of chats. A chat is a list of messages, objects with
+                ``role`` and ``content``, and is written by the model's chat template. Where the target has an encoder,
+                what it reads: a source text or its tokens, or, of a speech model, an ``Audio`` or a tensor of its
+                input features.
             params: for all of them; None for the defaults.
             rounds_trace: keep every round's tree in ``Generation.rounds_trace``.
             prefix: comes before each prompt and is not computed again, see ``prefix``.
@@ -196,11 +200,12 @@ class LLM:
             InputError, MemoryLimitError: before any work is done.
         """
         params = as_params(params)
-        alone = isinstance(prompts, str | Audio | ImagePrompt) or (
-            isinstance(prompts, Tensor) and prompts.is_floating_point()
-        )
+        alone = isinstance(prompts, str | Audio | ImagePrompt) or is_chat(prompts)
+        alone = alone or (isinstance(prompts, Tensor) and prompts.is_floating_point())
         if not alone and not isinstance(prompts, Iterable):
-            raise InputError(f"prompts is {prompts!r:.80}; expected a text, or a list of texts or of token-id lists")
+            raise InputError(
+                f"prompts is {prompts!r:.80}; expected a text, or a list of texts, of messages or of token-id lists"
+            )
         given: list[Any] = [prompts] if alone else list(prompts)  # type: ignore[arg-type]
         if given and all(isinstance(token, int) for token in given):
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
@@ -220,6 +225,48 @@ class LLM:
         found: list[Any] = done
         if params.n > 1:
             found = [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        return found[0] if alone else found
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        params: SamplingParams | None = None,
+        *,
+        chat_template: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        continue_final_message: bool = False,
+    ) -> Any:
+        """Reply to a chat, or to each of a list of chats.
+
+        ::
+
+            out = llm.chat([{"role": "user", "content": "What is the capital of France?"}])
+
+        Args:
+            messages: objects with ``role`` and ``content``, up to the one that is answered. A content is a text, or a
+                list of ``{"type": "text", "text": ...}`` and ``{"type": "image", "path": ...}``.
+            params: for all of them; None for the defaults.
+            chat_template: a Jinja text; "auto" for the model's own; "none": messages form one continuing text.
+            chat_template_kwargs: further values for the template, by name.
+            tools: JSON schemas of tools that the template describes to the model.
+            continue_final_message: the last message is the assistant's, and its text goes on.
+
+        Returns:
+            What ``generate`` gives for the prompt, or for the list of them.
+
+        Raises:
+            InputError, LoadError, MemoryLimitError: before any work is done.
+        """
+        alone = is_chat(messages)
+        dialogue = Dialogue(self.tokenizer, chat_template, processor=self.processor)
+        how = Rendering(tools, chat_template_kwargs or {}, "begun" if continue_final_message else "new")
+        prompts: list[Any] = []
+        for chat in [messages] if alone else messages:
+            if not is_chat(chat):
+                raise InputError(f"messages has {chat!r:.80}; expected objects with role and content, or lists of them")
+            prompts.append(dialogue.prompt(chat, how))
+        found = self.generate(prompts, params)
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0) -> Iterator[Step]:

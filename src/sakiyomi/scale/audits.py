@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sakiyomi.core.chats import Chat
 from sakiyomi.evaluation.audit.audit import Auditor, Part, put_together
 from sakiyomi.evaluation.audit.config import AuditConfig
 from sakiyomi.evaluation.audit.report import AuditReport
@@ -20,7 +21,7 @@ def audit(
     target: str,
     draft: Any,
     *,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Chat],
     drafts: Sequence[Any],
     config: AuditConfig,
     options: Mapping[str, Any],

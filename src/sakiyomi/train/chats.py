@@ -1,4 +1,4 @@
-"""Chats: their messages, how they are written as text, and which of their tokens are learnt."""
+"""Chats as training text: how they are written, and which of their tokens are learnt."""
 
 from __future__ import annotations
 
@@ -7,38 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.chats import Message
+from sakiyomi.core.errors import InputError
 
-Message = tuple[str, str]
-"""Role ("system", "user" or "assistant") and text."""
-ROLES = {
-    "system": "system",
-    **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
-}
-"""By the names that ShareGPT's files use."""
 PLAIN = {"system": "{}\n\n", "user": "USER: {}\n", "assistant": "ASSISTANT: {}\n"}
 """How a chat is written where the tokenizer has no template."""
 ASKING = "ASSISTANT:"
 """Marks where the next reply begins; a space follows."""
-
-
-def chat_messages(record: dict[str, Any], place: str) -> list[Message] | None:
-    """The messages of a record: `conversations` (ShareGPT) or `messages`; None: it is no chat."""
-    turns = record.get("conversations", record.get("messages"))
-    if turns is None:
-        return None
-    found: list[Message] = []
-    for turn in turns if isinstance(turns, list) else [turns]:
-        turn = turn if isinstance(turn, dict) else {}
-        role, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-        if not isinstance(role, str) or role not in ROLES or not isinstance(text, str):
-            raise LoadError(
-                f"{place} has a message from {role!r} with {type(text).__name__} content; expected one of "
-                f"{', '.join(ROLES)} and a text"
-            )
-        found.append((ROLES[role], text.strip()))
-    return found
 
 
 def written_chat(tokenizer: Any, messages: Sequence[Message], *, asking: bool = False) -> str:

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from sakiyomi.core.chats import Message
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.chats import Message, chat_prompts, encode_chat, encoded
+from sakiyomi.train.chats import chat_prompts, encode_chat, encoded
 from sakiyomi.train.data import Ids, Record, excerpts, read_records, split
 
 LONGEST_PROMPT = 96

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sakiyomi.core.chats import Message, chat_messages
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.chats import Message, chat_messages, written_chat
+from sakiyomi.train.chats import written_chat
 
 Ids = npt.NDArray[np.int64]
 

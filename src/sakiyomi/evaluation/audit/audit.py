@@ -17,11 +17,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from sakiyomi.core.chats import Chat
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import TokenNames
 from sakiyomi.drafters import Drafter
+from sakiyomi.engine.chat_template import prompt_ids
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.config import AuditConfig, Shape, shape_name
@@ -60,7 +62,7 @@ def audit(
     target: Any,
     draft: Any = "auto",
     *,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Chat],
     drafts: Sequence[Any] = (),
     config: AuditConfig | None = None,
     options: Mapping[str, Any] | None = None,
@@ -70,7 +72,7 @@ def audit(
 
     Args:
         target, draft: as ``LLM`` takes them.
-        prompts: texts to continue.
+        prompts: texts to continue, and chats to reply to.
         drafts: others to check beside the same target, each as ``LLM`` takes it.
         config: how much is checked.
         options: other arguments of ``LLM``: dtype, exact, quantize and so on.
@@ -85,7 +87,7 @@ def audit(
 
 
 def put_together(
-    do: Callable[[Sequence[Part]], Iterable[Any]], prompts: Sequence[Sequence[str]], config: AuditConfig
+    do: Callable[[Sequence[Part]], Iterable[Any]], prompts: Sequence[Sequence[str | Chat]], config: AuditConfig
 ) -> AuditReport:
     """Run the parts of an audit and combine their results; each rule whose distribution is tested is a part.
 
@@ -145,14 +147,14 @@ class Auditor:
         """Do a part."""
         return getattr(self, part[0])(*part[1])
 
-    def measure(self, texts: Sequence[str]) -> Measured:
+    def measure(self, texts: Sequence[str | Chat]) -> Measured:
         """The reference's texts after some prompts, and the noise of passes of other shapes.
 
         Raises:
             InputError: the context has no room for a text.
         """
         engine, config = self.engine, self._config
-        ids = [engine.tokenizer(text).input_ids[: config.prompt_tokens] for text in texts]
+        ids = [prompt_ids(engine.tokenizer, text, config.prompt_tokens) for text in texts]
         longest = max(map(len, ids))
         if longest + config.max_new_tokens > engine.max_context:
             raise InputError(

@@ -19,7 +19,7 @@ class AuditConfig:
     """How much is checked.
 
     Attributes:
-        prompt_tokens: prompts are cut to this many tokens.
+        prompt_tokens: prompts are cut to this many tokens, chats are not.
         max_new_tokens: new tokens of each text.
         gammas: draft tokens a round to check (again for each).
         seeds: seeds of the sampled texts (again for each).

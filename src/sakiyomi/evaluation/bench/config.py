@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sakiyomi.core.chats import Chat
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS
 from sakiyomi.core.errors import InputError, UnsupportedError
@@ -23,8 +24,8 @@ class TextSettings(TargetSettings):
 
     Attributes:
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
-        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
-            stories.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt, turns or a chat (messages); by
+            default a few beginnings of stories.
         count: maximum number of prompts.
         max_new_tokens: new tokens of each text.
         repeats: measured runs of each contender; one run before them warms up.
@@ -47,7 +48,7 @@ class PairSettings(TextSettings):
     Attributes:
         heads: Medusa heads of the target: a folder, or tales-medusa (the default for tales).
         gamma: draft tokens a round.
-        prompt_tokens: prompts are cut to this many tokens.
+        prompt_tokens: prompts are cut to this many tokens, chats are not.
         compile: record decoding passes before they are measured, as an LLM does by default while it runs; otherwise
             all passes are eager.
     """
@@ -97,8 +98,8 @@ class BenchConfig(PairSettings):
         if min(self.batch_sizes, default=0) < 1:
             raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
 
-    def texts(self) -> list[str]:
-        """The prompts.
+    def texts(self) -> list[str | Chat]:
+        """The prompts: texts and chats.
 
         Raises:
             LoadError, InputError: the file cannot be read, or has none.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.prompts import text_of
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.reference import HFReference
@@ -69,7 +70,7 @@ def loads(row: PairRow) -> Iterator[Load]:
     yield Load("1 request", _different(pair.prompts, ALONE), tokens)
     for size in TOGETHER:
         yield Load(f"{size} requests", _different(pair.prompts, size), tokens, together=True)
-    texts = row.config.texts()
+    texts = list(map(text_of, row.config.texts()))
     limit = getattr(pair.target.model.config.get_text_config(), "max_position_embeddings", PROMPT + 1)
     most = min(PROMPT, limit - 1)
     long = []

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from sakiyomi.core.dtypes import dtype_name
+from sakiyomi.engine.chat_template import prompt_ids
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -55,7 +56,7 @@ class Pair:
     def prompts(self) -> list[list[int]]:
         """Token ids."""
         tokenizer = self.target.tokenizer
-        return [tokenizer(text).input_ids[: self.config.prompt_tokens] for text in self.config.texts()]
+        return [prompt_ids(tokenizer, text, self.config.prompt_tokens) for text in self.config.texts()]
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the same pair; ``draft`` None: that of the pair."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sakiyomi.core.chats import Chat
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.prompts import read_prompts
 from sakiyomi.evaluation.settings import TargetSettings
@@ -18,10 +19,10 @@ class PairConfig(TargetSettings):
         draft: drafter to consider (again for each), beside those that need nothing but the target: none,
             prompt-lookup, suffix, ngram, its own first layers, itself in 8 bits, the draft and heads that belong to it.
         drafts: folder of candidates, each a folder with a small model; unusable ones are listed with the reason.
-        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default beginnings of stories.
-            Every second prompt calibrates, the others are kept for the comparison.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt, turns or a chat (messages); by
+            default beginnings of stories. Every second prompt calibrates, the others are kept for the comparison.
         count: maximum number of prompts.
-        prompt_tokens: prompts are cut to this many tokens.
+        prompt_tokens: prompts are cut to this many tokens, chats are not.
         max_new_tokens: new tokens of each text.
         temperature: of the texts; 0: greedy.
         finalists: how many of the configurations with the best predictions are measured beside plain decoding.
@@ -50,13 +51,13 @@ class PairConfig(TargetSettings):
     def __post_init__(self) -> None:
         at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1)
 
-    def texts(self) -> list[str]:
-        """The prompts.
+    def texts(self) -> list[str | Chat]:
+        """The prompts: texts and chats.
 
         Raises:
             LoadError, InputError: the file cannot be read, or has none.
         """
-        return beginnings(self.count) if self.prompts is None else read_prompts(self.prompts, self.count)
+        return [*beginnings(self.count)] if self.prompts is None else read_prompts(self.prompts, self.count)
 
 
 @dataclass(frozen=True)

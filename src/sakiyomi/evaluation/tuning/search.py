@@ -19,6 +19,7 @@ from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine import machine
+from sakiyomi.engine.chat_template import prompt_ids
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, write_profile
 from sakiyomi.evaluation.loading import load
@@ -54,7 +55,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     note(f"loading {config.target}")
     llm = load(config, PLAIN, max_batch=BATCH, strict=True)
-    prompts = [llm.tokenizer(text).input_ids[: config.prompt_tokens] for text in texts]
+    prompts = [prompt_ids(llm.tokenizer, text, config.prompt_tokens) for text in texts]
     if max(map(len, prompts)) + config.max_new_tokens > llm.max_context:
         raise InputError(
             f"a prompt of {max(map(len, prompts))} tokens and {config.max_new_tokens} new ones do not fit into "

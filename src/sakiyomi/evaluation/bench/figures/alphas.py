@@ -18,6 +18,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.ngram import NgramDrafter, Tables
 from sakiyomi.drafters.ngram_file import FileTables
+from sakiyomi.engine.chat_template import prompt_ids
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.reference import HFReference
@@ -164,7 +165,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _prompts(work: Work, loaded: Any) -> list[list[int]]:
-    return [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.texts()]
+    return [prompt_ids(loaded.tokenizer, text, work.config.prompt_tokens) for text in work.config.texts()]
 
 
 def _of_target(work: Work, loaded: Any, smaller: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

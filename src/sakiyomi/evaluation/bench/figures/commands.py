@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.prompts import text_of
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.drafts import oracle as oracle_row
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
@@ -104,7 +105,7 @@ def _own(work: Work) -> list[dict[str, Any]]:
     config = work.config
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "prompts.jsonl"
-        texts = config.texts()[:RACED]
+        texts = map(text_of, config.texts()[:RACED])
         file.write_text("".join(json.dumps({"source": text}) + "\n" for text in texts), encoding="utf-8")
         shared = _same(config, "target", "draft", "device", "gamma", "repeats", "count")
         asked = TasksConfig(data=(f"chat={file}",), max_new_tokens=min(SHORT, config.max_new_tokens), **shared)

@@ -22,7 +22,7 @@ from transformers import LogitsProcessor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.prompts import read_prompts, read_text
+from sakiyomi.core.prompts import read_prompts, read_text, text_of
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.jobs import Bench, Line, Watch, means, row, spread
@@ -81,7 +81,7 @@ def read_books(config: LongConfig) -> list[str]:
     assert config.books is not None
     path = Path(config.books).expanduser()
     rows = path.name.removesuffix(".gz").endswith(".jsonl")
-    return read_prompts(path, config.count) if rows else [read_text(path)]
+    return list(map(text_of, read_prompts(path, config.count))) if rows else [read_text(path)]
 
 
 def _passage(text: str, rng: Any, seed: int, length: int, follow: int, tokenizer: Any) -> Passage | None:
