@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import rows as script
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
@@ -421,7 +422,7 @@ def test_the_row(folder: Path, tmp_path: Path) -> None:
         max_new_tokens=12,
         prompt_tokens=8,
     )
-    found = suites.measure("offload", config)
+    found = suites.measure("offload", config, rows=script.ROWS)
     lines = {line["name"]: line for line in found.lines}
     drafted = ["15 nodes, 8 levels", "64 nodes, 16 levels", "128 nodes, 16 levels", "auto"]
     oracle = ["oracle:0.95, gamma 16", "oracle:0.95, gamma 24"]

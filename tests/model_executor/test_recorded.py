@@ -22,7 +22,7 @@ from damage import DAMAGES, damaged
 from recordings import DTYPES, record
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.retaining.formats import fingerprint
-from sakiyomi.core.checkpoint import read_header
+from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.digests import load_tensors, tokenizer_digest
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import LoadError, UnsupportedError
@@ -189,6 +189,15 @@ print([name for name in ("transformers", "torch._dynamo") if name in sys.modules
 def _about(path: Path) -> str:
     """What a recording says of its model, but the version of transformers that it was made with."""
     return re.sub(r'"transformers_version": "[0-9.]+"', "", read_header(path).metadata["about"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_recordings_that_come_with_models_are_of_their_files(name: str, dtype: str) -> None:
+    """Whoever changes a file of an embedded model, its card too, runs recipes/recordings.py."""
+    folder = embedded(name)
+    key = recording.shipped_key(folder, read_checkpoint(folder))
+    assert f'"key": "{key}"' in read_header(folder / SHIPPED.format(dtype)).metadata["about"]
 
 
 @pytest.mark.thorough
