@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -32,7 +33,7 @@ from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error
 from sakiyomi.server.logs import set_up
-from sakiyomi.server.run import check
+from sakiyomi.server.run import Listening, check
 from server_toys import client, figures, running, toy_llm, web
 from toys import save_model, tiny_llama, tiny_tokenizer
 from warm import warm
@@ -484,10 +485,10 @@ def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_loaded(tmp_p
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(InputError, match="already in use; choose another --port"):
-            check(ServerConfig(port=taken.getsockname()[1]))
+            Listening(ServerConfig(port=taken.getsockname()[1]))
     for host in ("nowhere.invalid", "203.0.113.1", "::ffff:ffff"):
         with pytest.raises(InputError, match=f"cannot listen at {host}:0"):
-            check(ServerConfig(host=host, port=0))
+            Listening(ServerConfig(host=host, port=0))
     with pytest.raises(LoadError, match=r"nowhere\.jinja"):
         check(ServerConfig(port=0, chat_template=str(tmp_path / "nowhere.jinja")))
     check(ServerConfig(port=0))
@@ -557,9 +558,14 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
 ) -> None:
     served: list[ServerConfig] = []
     exact: list[bool] = []
-    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model, say: (exact.append(model.exact), toy_llm("none"))[1])
+
+    def serve_one(model: Any, config: ServerConfig, listening: Any, say: Any) -> None:
+        served.append(config)
+        exact.append(model.exact)
+
+    monkeypatch.setattr("sakiyomi.cli.serve._serve_one", serve_one)
     monkeypatch.setattr("sakiyomi.server.run.check", lambda config: None)
-    monkeypatch.setattr("sakiyomi.server.run.serve", lambda llm, config, listening: served.append(config))
+    monkeypatch.setattr("sakiyomi.server.run.Listening", contextlib.nullcontext)
     monkeypatch.setattr("sakiyomi.server.logs.set_up", lambda kind: None)
     file = tmp_path / "serve.toml"
     file.write_text(

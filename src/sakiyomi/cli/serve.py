@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from sakiyomi.cli.common import load, server_packages
 from sakiyomi.cli.output import note
@@ -12,6 +13,9 @@ from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.cluster import ReplicaOptions, import_ray
 from sakiyomi.scale.model_options import ModelOptions, read_models, room_of
 from sakiyomi.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from sakiyomi.server.run import Listening
 
 
 def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled: ReplicaOptions) -> None:
@@ -33,8 +37,7 @@ def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled:
         raise InputError("kv_events are for routers in front of one server each; with replicas leave it out")
     with server_packages():
         from sakiyomi.server.logs import set_up
-        from sakiyomi.server.run import check, warm_up
-        from sakiyomi.server.run import serve as run
+        from sakiyomi.server.run import Listening, check
     check(config)
     model = next(iter(models.values()))
     say: Callable[[str], None] = note
@@ -43,25 +46,45 @@ def serve(config: ServerConfig, options: ModelOptions, model: LLMConfig, scaled:
         say = logging.getLogger("sakiyomi.server").info
     if scaled.replicas is not None:
         import_ray()
-        from sakiyomi.scale.launch import run as run_replicas
+    with Listening(config) as listening:
+        if scaled.replicas is not None:
+            with server_packages():
+                from sakiyomi.scale.launch import run as run_replicas
+            listening.tell("starting replicas")
+            run_replicas(model, config, scaled, listening, say)
+        elif several:
+            _serve_several(models, config, room, listening, say)
+        else:
+            _serve_one(model, config, listening, say)
 
-        run_replicas(model, config, scaled, say)
-        return
-    if several:
-        from sakiyomi.scale.models import ModelTable, make_models_app
-        from sakiyomi.server.run import serve_app
 
-        set_up(config.log_format)
-        table = ModelTable(models, config, room)
-        names = ", ".join(models)
-        serve_app(make_models_app(table, config), table, config, listening=lambda url: say(f"serving {names} at {url}"))
-        return
+def _serve_one(model: LLMConfig, config: ServerConfig, listening: Listening, say: Callable[[str], None]) -> None:
+    listening.tell("reading the model")
+    with server_packages():
+        from sakiyomi.server.app import Server
+        from sakiyomi.server.logs import set_up
+        from sakiyomi.server.paths import make_app
+        from sakiyomi.server.run import warm_up
     llm = load(model, say)
     if config.warm_up != "none" and not llm.compiled():
         say("preparing: seconds, or a minute the first time on this machine, while kernels compile (--warm-up)")
+    listening.tell("recording passes")
     warm_up(llm, config)
     set_up(config.log_format)
-    run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))
+    server = Server(llm, config)
+    listening.run(make_app(server), server.worker, lambda url: say(f"serving {server.name} at {url}"))
+
+
+def _serve_several(
+    models: Mapping[str, LLMConfig], config: ServerConfig, room: int, listening: Listening, say: Callable[[str], None]
+) -> None:
+    with server_packages():
+        from sakiyomi.scale.models import ModelTable, make_models_app
+        from sakiyomi.server.logs import set_up
+    set_up(config.log_format)
+    table = ModelTable(models, config, room)
+    names = ", ".join(models)
+    listening.run(make_models_app(table, config), table, lambda url: say(f"serving {names} at {url}"))
 
 
 def _check_several(config: ServerConfig, scaled: ReplicaOptions) -> None:

@@ -26,7 +26,7 @@ from sakiyomi.scale.cluster import ReplicaOptions, connected
 from sakiyomi.scale.front import make_front
 from sakiyomi.scale.serving import RayReplicas, Replica, deployment, make_server, processes
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.run import serve_app
+from sakiyomi.server.run import Listening
 
 QUIET = {"log_level": "ERROR", "enable_access_log": False}  # of what Serve writes
 PAUSE = 0.5  # seconds between checks whether the replicas are ready, or have ended
@@ -103,7 +103,9 @@ def running(application: Any, name: str, limit: float, told: threading.Event) ->
             serve.shutdown()
 
 
-def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Callable[[str], None]) -> None:
+def run(
+    model: LLMConfig, config: ServerConfig, options: ReplicaOptions, listening: Listening, say: Callable[[str], None]
+) -> None:
     """Serve until SIGTERM or Ctrl-C; running requests then have ``shutdown_timeout`` to finish.
 
     Raises:
@@ -118,12 +120,9 @@ def run(model: LLMConfig, config: ServerConfig, options: ReplicaOptions, say: Ca
             make = functools.partial(make_server, __version__, model, config)
             with running(deployment(make, config, options, model), name, options.start_timeout, told) as found:
                 if found is not None:
-                    serve_app(
-                        make_front(found, config, found.lifespan),
-                        None,
-                        config,
-                        listening=lambda url: say(f"serving {config.served_name or model.target} at {url}"),
-                    )
+                    name = config.served_name or model.target
+                    app = make_front(found, config, found.lifespan)
+                    listening.run(app, None, lambda url: say(f"serving {name} at {url}"))
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

@@ -42,8 +42,10 @@ class ServerConfig:
             by default. Needs the extra events.
         kv_events_replay: address (tcp://*:5558) where routers can ask for earlier messages again.
         kv_events_topic: topic of these messages; llm-d expects kv@HOST:PORT@MODEL.
-        warm_up: record a pass before listening (one), or when it is first needed (none). Kernels are compiled at the
-            first start on a machine.
+        warm_up: record a pass before the first request (one), or when it is first needed (none). Kernels are compiled
+            at the first start on a machine.
+        while_loading: requests that come while the model loads wait for it (wait), or are refused with status 503
+            (refuse). /health says what is being done.
         log_format: text, or json (one object per line).
         log_prompts: write prompts and replies to the log.
     """
@@ -70,6 +72,7 @@ class ServerConfig:
     kv_events_replay: str | None = None
     kv_events_topic: str = ""
     warm_up: str = "one"
+    while_loading: str = "wait"
     log_format: str = "text"
     log_prompts: bool = False
 
@@ -85,6 +88,8 @@ class ServerConfig:
             raise InputError(f"log_format is {self.log_format!r}; it is text or json")
         if self.warm_up not in ("one", "none"):
             raise InputError(f"warm_up is {self.warm_up!r}; it is one or none")
+        if self.while_loading not in ("wait", "refuse"):
+            raise InputError(f"while_loading is {self.while_loading!r}; it is wait or refuse")
         if not all(key and key == key.strip() and key.isascii() and key.isprintable() for key in self.keys):
             raise InputError(
                 "api_key cannot be sent in a header; expected printable ASCII characters without spaces around them, "

@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 _REFERENCE = "#/components/schemas/"
 
 
-def _web_file(name: str) -> str:
+def web_file(name: str) -> str:
     """The text of a file in ``web/``."""
     return files("sakiyomi.server").joinpath("web", name).read_text(encoding="utf-8")
 
@@ -34,11 +34,11 @@ def _web_file(name: str) -> str:
 def document() -> str:
     """The page as it is sent: markup with style, texts and script in it."""
     parts = {
-        "style": f"<style>\n{_web_file('style.css')}</style>",
-        "texts": f'<script type="application/json" id="texts">\n{_web_file("texts.json")}</script>',
-        "script": "<script>\n" + "\n".join(_web_file(f"{name}.js") for name in SCRIPTS) + "</script>",
+        "style": f"<style>\n{web_file('style.css')}</style>",
+        "texts": f'<script type="application/json" id="texts">\n{web_file("texts.json")}</script>',
+        "script": "<script>\n" + "\n".join(web_file(f"{name}.js") for name in SCRIPTS) + "</script>",
     }
-    html = _web_file("index.html")
+    html = web_file("index.html")
     for name, text in parts.items():
         html = html.replace(f"<!-- {name} -->", text)
     return html
@@ -71,19 +71,21 @@ def policy(html: str) -> str:
 
 def page() -> Response:
     """The web page with its headers."""
-    return _as_page(document())
+    return as_page(document())
 
 
-def _as_page(html: str) -> Response:
+def as_page(html: str, status: int = 200, **headers: str) -> Response:
     """A document as a reply, with the headers of our pages."""
     return Response(
         html,
+        status_code=status,
         media_type="text/html",
         headers={
             "content-security-policy": policy(html),
             "cache-control": "no-cache",
             "referrer-policy": "no-referrer",
             "x-content-type-options": "nosniff",
+            **headers,
         },
     )
 
@@ -114,14 +116,14 @@ def reference(document: Mapping[str, Any], url: str, *, keyed: bool) -> Response
             operations.append(about | {"example": shlex.join(words)})
     title = f"{document['info']['title']} {document['info']['version']}"
     parts = [(name, schemas[name]) for name in sorted(_parts(bodies, schemas))]
-    return _as_page(rendered("reference.html", title=title, operations=operations, parts=parts))
+    return as_page(rendered("reference.html", title=title, operations=operations, parts=parts))
 
 
 def rendered(name: str, **values: Any) -> str:
     """A Jinja template of ``web/`` with these values."""
     environment = jinja2.Environment(autoescape=True)
     environment.filters["json"] = json.dumps
-    return environment.from_string(_web_file(name)).render(**values)
+    return environment.from_string(web_file(name)).render(**values)
 
 
 def _parts(bodies: set[str], schemas: Mapping[str, Any]) -> set[str]:

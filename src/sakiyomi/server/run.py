@@ -7,9 +7,10 @@ import errno
 import logging
 import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Self
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,10 +18,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import read_template
-from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.kv_events import EventPublisher
-from sakiyomi.server.paths import make_app
+from sakiyomi.server.opening import Opening, Work
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -33,36 +32,19 @@ LAST = 2.0  # seconds to send errors to clients whose requests were ended
 class _Listener(uvicorn.Server):
     """On a signal it takes no new requests, lets running ones finish for a while, and ends the rest."""
 
-    def __init__(self, config: uvicorn.Config, work: Work | None, patience: float) -> None:
+    def __init__(self, config: uvicorn.Config, work: Opening, patience: float) -> None:
         super().__init__(config)
         self._work, self._patience = work, patience
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        count = len(self.server_state.tasks) if self._work is None else self._work.load
+        count = self._work.load or len(self.server_state.tasks)
         logger.info("stopping; %d requests have %g s to end", count, self._patience)
-        if self._work is None:
-            await super().shutdown(sockets)
-            return
         self._work.drain()
         cut = asyncio.get_running_loop().call_later(self._patience, self._work.stop)
         try:
             await super().shutdown(sockets)
         finally:
             cut.cancel()
-
-
-class Work(Protocol):
-    """The running requests of an application; see ``Worker``."""
-
-    @property
-    def load(self) -> int:
-        """See there."""
-
-    def drain(self) -> None:
-        """See there."""
-
-    def stop(self) -> None:
-        """See there."""
 
 
 def _protocol(config: ServerConfig) -> type[asyncio.Protocol]:
@@ -141,13 +123,14 @@ def check(config: ServerConfig) -> None:
     """Check the settings before the model is loaded, which takes a while.
 
     Raises:
-        InputError: an address is in use, or not of this machine.
+        InputError: an address is not of this machine.
         LoadError: the chat template cannot be read, or packages for events are missing.
     """
     read_template(config.chat_template)
     if config.kv_events is not None:
+        from sakiyomi.server.kv_events import EventPublisher
+
         EventPublisher(config.kv_events, config.kv_events_replay).close()
-    _listen(config).close()
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -163,52 +146,77 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+class Listening:
+    """A server that answers from the first second on, and gets its application later.
+
+    It listens while the block runs. Ctrl-C in the block ends it as any other.
+
+    Args:
+        config: of the server.
+
+    Attributes:
+        config: see ``config``.
+        url: its address.
+
+    Raises:
+        InputError: the address is in use, or not of this machine.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._listener = _listen(config)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
+        if config.api_key is None and not config.is_local:
+            logger.warning("listening at %s without an api_key: anyone who can connect to it can use the model", host)
+        self.config, self._opening = config, Opening(config)
+        self._server = _Listener(uvicorn_config(self._opening, config), self._opening, config.shutdown_timeout)
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        self._failure: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._opening.running.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+    def tell(self, doing: str) -> None:
+        """Say what is being done while the model loads."""
+        self._opening.doing = doing
+
+    def run(self, app: ASGIApp, work: Work | None, ready: Callable[[str], None] = lambda url: None) -> None:
+        """Pass requests on to an application until SIGTERM or Ctrl-C.
+
+        Args:
+            app: answers the requests.
+            work: its running requests, to be drained at the end; None: they end by themselves.
+            ready: called with the address when requests are answered.
+        """
+        before = {kind: signal.signal(kind, self._server.handle_exit) for kind in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            asyncio.run_coroutine_threadsafe(self._opening.adopt(app, work), self._opening.loop).result()
+            ready(self.url)
+            self._thread.join()
+        finally:
+            for kind, handler in before.items():
+                signal.signal(kind, handler)
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(self) -> None:
+        try:
+            self._server.run([self._listener])
+        except BaseException as error:  # raised where somebody waits for it
+            self._failure = error
+        finally:
+            self._opening.running.set()
+
+
 def warm_up(llm: LLM, config: ServerConfig) -> None:
     """Record the passes that ``config.warm_up`` names; takes a while."""
     if config.warm_up != "none":
         llm.wait()
         llm.record()
-
-
-def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None) -> None:
-    """Serve a model; see ``listen``.
-
-    Args:
-        llm: used by this server alone.
-        config: of the server.
-        listening: called with the address when clients can connect.
-
-    Raises:
-        InputError: the address is in use, or not of this machine.
-    """
-    server = Server(llm, config)
-    serve_app(make_app(server), server.worker, config, listening=listening)
-
-
-def serve_app(
-    app: ASGIApp, work: Work | None, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None
-) -> None:
-    """Serve an application.
-
-    Args:
-        app: answers the requests.
-        work: its running requests, to be drained at the end; None: they end by themselves.
-        config, listening: see ``serve``.
-
-    Raises:
-        InputError: see there.
-    """
-    listener = _listen(config)
-    port = listener.getsockname()[1]
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    if config.api_key is None and not config.is_local:
-        logger.warning("listening at %s without an api_key: anyone who can connect to it can use the model", host)
-    # uvicorn raises the signal again after its shutdown; ignore it then.
-    before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        listening(f"http://{host}:{port}")
-        _Listener(uvicorn_config(app, config), work, config.shutdown_timeout).run([listener])
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-        listener.close()
