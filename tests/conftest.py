@@ -23,6 +23,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 # What somebody has tuned on this machine is not what draft "auto" is tested with.
 os.environ["SAKIYOMI_PROFILES"] = str(Path(__file__).with_name("no-profiles"))
+os.environ["SAKIYOMI_RECORD"] = "off"
 
 WORKER_BYTES = 3 << 30
 """Of a process that runs thousands of tests: torch, transformers, and models that tests share."""

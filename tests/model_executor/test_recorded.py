@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -26,8 +27,10 @@ from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.digests import load_tensors, tokenizer_digest
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.files import cache_folder
 from sakiyomi.core.text import profile
 from sakiyomi.core.version import __version__
+from sakiyomi.engine.llm import _record_at_the_end
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.features import HEAD
@@ -51,6 +54,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No recordings but a test's own."""
     monkeypatch.setattr(recording, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(recording, "SHIPPED", "none")
+    monkeypatch.delenv("SAKIYOMI_RECORD")
 
 
 def recorded(target: str | Path) -> LLM:
@@ -184,6 +188,32 @@ print([name for name in ("transformers", "torch._dynamo") if name in sys.modules
     assert runs[0].stdout == runs[1].stdout
     assert "transformers" in runs[0].stderr.splitlines()[-1]
     assert runs[1].stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("hinders", ["nothing", "setting", "no text", "failure"])
+def test_a_program_records_when_it_ends(hinders: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is switched off, there was no text, or the program failed."""
+    found = LLM(save_model(tmp_path / "toy", tiny_llama(), character_tokenizer()), "none")
+    monkeypatch.setattr("sakiyomi.engine.llm._alive", {found})
+    if hinders == "setting":
+        monkeypatch.setenv("SAKIYOMI_RECORD", "off")
+    if hinders == "failure":
+        monkeypatch.setattr(sys, "last_type", ZeroDivisionError, raising=False)
+    if hinders != "no text":
+        found.generate([prompt(9)], GREEDY)
+    _record_at_the_end()
+    assert bool(list((tmp_path / "cache").glob("recorded/toy-*.safetensors"))) == (hinders == "nothing")
+
+
+@pytest.mark.thorough
+def test_the_end_of_a_program_is_noticed(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "toy", tiny_llama(), character_tokenizer())
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(cache_folder() / "kernels")
+    script = f"from sakiyomi import LLM\nllm = LLM({str(folder)!r}, 'none')\nllm.wait()\nllm.generate('a')\n"
+    environment = os.environ | {"SAKIYOMI_CACHE_DIR": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=environment, check=True)
+    assert list((tmp_path / "cache").glob("recorded/toy-*.safetensors"))
 
 
 def _about(path: Path) -> str:

@@ -70,6 +70,9 @@ class Engine:
         settle: called while no request is running; swaps in faster passes that have finished building.
         depth: fixed chain length for requests with gamma, tree and nodes "auto". None: choose a length every round from
             measured costs.
+
+    Attributes:
+        requests: number of requests so far.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
         self._settle = settle
+        self.requests = 0
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._slots = SlotManager(target, drafter, chunk_size, exact)
@@ -162,6 +166,7 @@ class Engine:
                 raise InputError("the conversation has a request under way; wait for its end, or leave its stream")
             self._slots.check_memory([*others, request])
             self._waiting.append(request)
+            self.requests += 1
         return request
 
     def step(self) -> list[Step]:

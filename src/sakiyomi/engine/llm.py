@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import sys
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +38,9 @@ from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.model_executor.weights import is_shared
 
 Prompt = str | Sequence[int] | Chat | Audio | Tensor | ImagePrompt
+
+
+_alive: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
 class LLM:
@@ -166,6 +173,7 @@ class LLM:
             depth=self.profile.depth if self.profile is not None else None,
         )
         self._prefixes = Prefixes(self.engine, cache, budget)
+        _alive.add(self)
 
     def __repr__(self) -> str:
         target, draft = self.target, None if self.draft is None else self.draft.name
@@ -340,12 +348,13 @@ class LLM:
         """Keep on disk what the next start with the same models needs in the place of their classes: it is faster then.
 
         A recording is some kilobytes in the cache folder; weights stay where they are. The commands do this behind
-        their first text.
+        their first text, and a Python program when it ends, for each ``LLM`` that has generated something and is still
+        there. The environment variable ``SAKIYOMI_RECORD=off`` switches it off.
 
         Returns:
             Whether all models are recorded now.
         """
-        return self._pool.record()
+        return os.environ.get("SAKIYOMI_RECORD") != "off" and self._pool.record()
 
     def drafter(self, draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer] | None) -> Drafter | None:
         """A drafter for this target, for an engine of one's own; the LLM's own drafter stays.
@@ -381,6 +390,18 @@ class LLM:
         """
         wait(self.engine, self._pool.models, timeout)
         return self.compiled()
+
+
+def _record_at_the_end() -> None:
+    """Record what a program has used; not behind an error, after which nobody wants to wait."""
+    if getattr(sys, "last_type", None) is None:
+        for llm in list(_alive):
+            if llm.engine.requests:
+                llm.record()
+
+
+# Recording reads files in threads of an executor, and those end before the functions of atexit run.
+getattr(threading, "_register_atexit", atexit.register)(_record_at_the_end)
 
 
 def _check_options(quantize: object, compile: object, **counts: object) -> None:
