@@ -32,7 +32,7 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters import Context
+from sakiyomi.drafters import Context, merged
 from sakiyomi.drafters.learning import HeadLearner
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.merged import MergedDrafter
@@ -482,19 +482,16 @@ def test_one_of_merged_drafters_that_requests_ask(rule: str) -> None:
     assert p > LEVEL
 
 
-class Pruning(MergedDrafter):
-    """Broken: of the drawn nodes the most valuable ones are kept, as may be done with chosen ones."""
-
-    @staticmethod
-    def _kept(nodes: Any, most: int, worth: Any) -> list[int]:
-        order = sorted(range(len(nodes)), key=lambda i: (nodes[i].parent >= 0, -(nodes[i].draws[0][1].prob or 0.0)))
-        return sorted(order[:1])
+def best_of_all(parents: Sequence[int], values: Sequence[float], *_: Any) -> list[int]:
+    """Broken: of the drawn nodes the most valuable one is kept, as may be done with chosen ones."""
+    return [min(range(len(parents)), key=lambda i: (parents[i] >= 0, -values[i]))]
 
 
 @pytest.mark.thorough
-def test_a_merged_tree_that_is_pruned_after_drawing_is_found() -> None:
-    values = params(acceptance="ratio", gamma=1)
-    both = Pruning([drafter(), drafter(seed=2, name="other")])
+def test_a_merged_tree_that_is_pruned_after_drawing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged, "_kept", best_of_all)
+    values = params(acceptance="ratio", gamma=1, n=2 * SAMPLES)
+    both = MergedDrafter([drafter(), drafter(seed=2, name="other")])
     p, distance = p_value(sample(both, values, 0.5), exact(values))
     print(f"pruned after drawing: p = {p:.3g}, TV = {distance:.4f}")
     assert p < LEVEL
