@@ -75,8 +75,8 @@ def test_a_begun_reply_goes_on(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("Who?", "expected objects with role and content"),
-        ([ASKED, "Who?"], "expected objects with role and content"),
+        ("Who?", "expected a list of objects with role and content"),
+        ([ASKED, "Who?"], "expected a list of objects with role and content"),
         ([{"content": "Who?"}], "message 1 of the chat"),
         ([*ASKED, {"role": "assistant"}], "message 2 of the chat"),
         ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "expected path"),

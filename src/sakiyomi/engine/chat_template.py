@@ -159,6 +159,8 @@ class Dialogue:
         Raises:
             InputError, LoadError: the template does not take them, or an image cannot be read.
         """
+        if not is_chat(messages):
+            raise InputError(f"{messages!r:.80} is no chat; expected a list of objects with role and content")
         for number, message in enumerate(messages, start=1):
             if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
                 raise InputError(

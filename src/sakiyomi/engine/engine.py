@@ -127,11 +127,7 @@ class Engine:
         return min(1.0, self._slots.held_bytes / cache.capacity(cache.max_slots, self.max_context))
 
     def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
-        """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
-
-        Returns:
-            The request's id, as in ``Step.request``.
-        """
+        """Queue a request as ``submit`` does, and give its id, as in ``Step.request``."""
         if (n := as_params(params).n) > 1:
             raise InputError(f"n={n} samples are {n} requests; add each of them, with a key of its own")
         return self.submit(prompt, params, **options).id

@@ -49,42 +49,29 @@ class LLM:
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair; of a speech model (whisper) ``(model, processor)``.
-        draft: "none" (or None), "auto", "model:<path or id>", "medusa:<heads>" (a folder, or ``tales-medusa``),
-            "eagle:<head>", "block:<block drafter>", "mtp:<layer>", "assistant:..." (folders), "mtp", "self-int8"
-            (the target once more, with weights of 8 bits), "self-evicted" (the target on an excerpt of its cache, for
-            long contexts), "early-exit:<layers>" (its own first layers), "oracle" or "oracle:<rate>" (the known answer,
-            to measure what a draft could bring), drafts from text ("prompt-lookup", "suffix", "ngram"), a Drafter
-            object, or several: joined by "+", or in a list. A folder alone says by its files what it holds. "auto" uses
-            what ``sakiyomi tune`` found for this target on this machine (``profile``), else ``tales-draft`` for
-            ``tales``, else a head in its folder (`eagle`, `block`, `mtp`, `medusa`), else suffix+prompt-lookup.
-        cache: which keys and values the cache keeps: "full", or the name of a policy (see ``docs/policies.md``), with
-            options as ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2"
-            (all but the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4",
-            "kvquant-3", "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy
-            evicts is merged into some of what stays. "minference", alone or joined to those, computes the attention of
-            prompts in part and evicts nothing. "offload" and "offload:FOLDER" keep everything in mapped files, on a
-            CPU: the system can take their memory back.
-        kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
-        kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
+        draft: "none" (or None), "auto", a folder or file with a model or heads, any form of ``docs/drafters.md``
+            ("suffix", "early-exit:4"), a Drafter object, or several: joined by "+", or in a list. "auto" uses what
+            ``sakiyomi tune`` found for this target on this machine (``profile``), else ``tales-draft`` for ``tales``,
+            else a head in its folder (`eagle`, `block`, `mtp`, `medusa`), else suffix+prompt-lookup.
+        cache: which keys and values are kept, and how: "full", a policy with options (``"h2o[sinks=4,local=32]"``),
+            a number of bits ("quant-4", "kvquant-3"), both (``"h2o+quant-4"``), or mapped files ("offload:FOLDER");
+            see ``docs/policies.md``.
+        kv_budget, kv_memory: with a policy, pairs of a head that stay, or bytes of a request's cache ("2GiB").
         chunk_size: prompt tokens in one pass; None: 512.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
         quantize: "int8" or "int4" quantizes the target's weights (and rows to 8 bits); a packed copy is kept beside
             the model for the next time. ``target.weights.quantization`` says what it changed. On a GPU: torchao's.
-        offload: where the target's weights stay between passes, for a model that does not fit: "disk" (in its own
-            files), "cpu" (in main memory, for a GPU), "auto" (as much as fits on the device, then in main memory, the
-            rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
-            there for as long as the model lives. Every pass then reads them, so that long drafts gain most.
-            Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
+        offload: where the target's weights stay between passes, for a model that does not fit: "disk", "cpu", "auto"
+            or a folder, see ``docs/offload.md``. A pair that was loaded with a ``device_map`` runs as it is.
+            None: all in memory.
         compile: "auto" records decoding passes that come often, with the numbers of eager ones; False runs all passes
             eagerly.
-        max_context: most tokens of prompt and output, of which nothing is allocated in advance; None: the model's own
-            limit (what yarn and llama3 stretch it to, the first part of longrope); linear and longrope go beyond it.
+        max_context: most tokens of prompt and output; nothing is allocated in advance. None: the model's own limit.
         max_batch: requests that run at once; more wait.
-        exact: a row's numbers do not depend on the other rows of its pass. Greedy text, and text with a seed under the
-            coupled rule, is then bit-equal for every drafter, gamma, tree and batch, at a cost (``docs/exact.md``).
-        strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
-            the request continues without it, and the log says so once.
+        exact: greedy text, and text with a seed under the coupled rule, is bit-equal for every drafter, gamma, tree and
+            batch, at a cost (``docs/exact.md``).
+        strict: a drafter that fails ends the request with a ``DraftError``; otherwise the request continues without it.
         allow_pickle: open pickle weights.
         trust_remote_code: run code that comes with a model.
 
@@ -245,42 +232,27 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] = (),
         continue_final_message: bool = False,
     ) -> Any:
-        """Reply to a chat, or to each of a list of chats.
-
-        ::
-
-            out = llm.chat([{"role": "user", "content": "What is the capital of France?"}])
+        """Reply to a chat, or to each of a list of chats; returns and raises what ``generate`` does.
 
         Args:
-            messages: objects with ``role`` and ``content``, up to the one that is answered. A content is a text, or a
-                list of ``{"type": "text", "text": ...}`` and ``{"type": "image", "path": ...}``.
+            messages: objects with ``role`` and ``content``: a text, or a list of ``{"type": "text", "text": ...}`` and
+                ``{"type": "image", "path": ...}``.
             params: for all of them; None for the defaults.
             chat_template: a Jinja text; "auto" for the model's own; "none": messages form one continuing text.
             chat_template_kwargs: further values for the template, by name.
             tools: JSON schemas of tools that the template describes to the model.
             continue_final_message: the last message is the assistant's, and its text goes on.
-
-        Returns:
-            What ``generate`` gives for the prompt, or for the list of them.
-
-        Raises:
-            InputError, LoadError, MemoryLimitError: before any work is done.
         """
         alone = is_chat(messages)
         dialogue = Dialogue(self.tokenizer, chat_template, processor=self.processor)
         how = Rendering(tools, chat_template_kwargs or {}, "begun" if continue_final_message else "new")
-        prompts: list[Any] = []
-        for chat in [messages] if alone else messages:
-            if not is_chat(chat):
-                raise InputError(f"messages has {chat!r:.80}; expected objects with role and content, or lists of them")
-            prompts.append(dialogue.prompt(chat, how))
-        found = self.generate(prompts, params)
+        found = self.generate([dialogue.prompt(chat, how) for chat in ([messages] if alone else messages)], params)
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0) -> Iterator[Step]:
         """Generate for one prompt and give every round's tokens and text as they come.
 
-        Joined ``step.text`` is the generation's text. Leaving the loop early ends the request.
+        Leaving the loop early ends the request.
 
         Args:
             prompt: one of what ``generate`` takes.
@@ -294,13 +266,7 @@ class LLM:
             yield from alone.stream(prompt, params, index=index)
 
     def prefix(self, text: str | Sequence[int]) -> Prefix:
-        """Compute a beginning once, to continue it many times: a document, a system prompt.
-
-        ::
-
-            prefix = llm.prefix(document)
-            prefix.save("document.safetensors")
-            answer = llm.generate("Who wrote it?", prefix=llm.load_prefix("document.safetensors"))
+        """Compute a beginning once, to save it and continue it many times: a document, a system prompt.
 
         A prompt's tokens follow those of the prefix: no word spans the two.
 
@@ -327,13 +293,7 @@ class LLM:
         return self._prefixes.recipe()
 
     def conversation(self, prefix: Prefix | None = None) -> Conversation:
-        """Successive requests: only the new part of each prompt is computed.
-
-        ::
-
-            with llm.conversation() as conversation:
-                for text in ("Once upon a time", "Once upon a time, in a wood"):
-                    print(conversation.generate(text).text)
+        """Successive requests, of which only the new part of each prompt is computed; a context manager.
 
         Args:
             prefix: used for the first prompt, if that begins with the same tokens.
@@ -345,11 +305,10 @@ class LLM:
     # ------------------------------------------------------------ models
 
     def record(self) -> bool:
-        """Keep on disk what the next start with the same models needs in the place of their classes: it is faster then.
+        """Keep some kilobytes in the cache folder with which the next start needs no classes of the models.
 
-        A recording is some kilobytes in the cache folder; weights stay where they are. The commands do this behind
-        their first text, and a Python program when it ends, for each ``LLM`` that has generated something and is still
-        there. The environment variable ``SAKIYOMI_RECORD=off`` switches it off.
+        A program does this by itself when it ends, for each ``LLM`` that has generated something, unless the
+        environment has ``SAKIYOMI_RECORD=off``.
 
         Returns:
             Whether all models are recorded now.
@@ -378,15 +337,8 @@ class LLM:
         return all(model.recorded() for model in self._pool.models)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for kernels that are compiled in the background, and record the passes that any request needs.
-
-        Without this, kernels are swapped in when they are there, and passes are recorded as they come.
-
-        Args:
-            timeout: so many seconds at most; None: as long as it takes.
-
-        Returns:
-            Whether the passes of a request that begins now are recorded.
+        """Wait, for so many seconds at most, for kernels that are compiled in the background, and record the passes
+        that any request needs; returns what ``compiled`` does.
         """
         wait(self.engine, self._pool.models, timeout)
         return self.compiled()
