@@ -235,6 +235,18 @@ BLOCKS: dict[str, Callable[[], BlockFile]] = {
 }
 
 
+def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
+    for head in (eagle_toys.new_head(target()), block_toys.new_block(target())):
+        for other, words in ((target(dim=64), "64"), (target(vocab=300), "300")):
+            strange = replace(
+                head,
+                tokens=torch.tensor(SOME),
+                tensors=head.tensors | {"lm_head.weight": torch.zeros(len(SOME), WIDTH)},
+            )
+            with pytest.raises(UnsupportedError, match=words):
+                write_head(tmp_path / "head.gguf", strange, other.config, tiny_tokenizer(), "F32")
+
+
 @pytest.mark.parametrize("name", [*EAGLES, *BLOCKS])
 def test_what_llama_cpp_cannot_read_is_refused(name: str, tmp_path: Path) -> None:
     head = (EAGLES | BLOCKS)[name]()

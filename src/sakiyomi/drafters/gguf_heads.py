@@ -19,6 +19,7 @@ from sakiyomi.core.files import whole_file
 from sakiyomi.core.progress import progress
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, EagleOptions
+from sakiyomi.drafters.head_files import check_size
 from sakiyomi.drafters.head_model import EMBEDDING, HEAD_WEIGHT, decoder_config, with_context
 from sakiyomi.model_executor.gguf.architectures import ARCHITECTURES
 from sakiyomi.model_executor.gguf.export import check_type, named_tensors, settings, vocabulary, write_file
@@ -59,12 +60,15 @@ def write_head(path: Path, file: EagleFile | BlockFile, target: Any, tokenizer: 
 
     Raises:
         InputError: another type.
-        UnsupportedError: the form cannot describe the head, or the tokenizer.
+        UnsupportedError: the form cannot describe the head or the tokenizer, or the head belongs to another model.
         LoadError: the file cannot be written.
     """
     kind, options, vocab = check_type(kind), file.options, int(target.vocab_size)
     config = decoder_config(with_context(file.config, int(target.max_position_embeddings)), vocab_size=vocab)
     tensors, tokens = dict(file.tensors), _tokens(file, vocab)
+    read = tensors["fc.weight"].shape[1] // len(options.layers)
+    size = options.target_size if isinstance(options, EagleOptions) else read
+    check_size(f"the head {file.name} reads hidden states", size, int(target.hidden_size))
     if isinstance(options, EagleOptions):
         name, called, architecture = "eagle3", "draft-eagle3", _EAGLE
         strange = _strange_head(options, tensors, config)
@@ -131,6 +135,7 @@ def _strange(file: EagleFile | BlockFile, config: Any, vocab: int, layers: int) 
         f"the activation {config.hidden_act}": config.hidden_act != "silu",
         "rotary positions of the kind longrope": config.rope_parameters.get("rope_type") == "longrope",
         "the output of the target's last layer to read": layers - 1 in file.options.layers,
+        f"tokens that the target's {vocab} do not have": file.tokens is not None and int(file.tokens.max()) >= vocab,
         f"an embedding of other tokens than the target's {vocab}": sizes.get(EMBEDDING, vocab) != vocab,
         f"a head over more tokens than the target's {vocab}": sizes.get(HEAD_WEIGHT, vocab) > vocab,
     }
@@ -155,7 +160,7 @@ def _strange_block(file: BlockFile, options: BlockOptions, config: Any) -> dict[
         f"a Markov head of the kind {options.markov!r}": options.markov not in ("", "vanilla"),
         "a confidence head that reads no token": options.confident and (not options.markov or sure == width),
         "scaled logits under a Markov head": bool(options.markov) and scaled,
-        "a target of another width": tensors["fc.weight"].shape[1] != len(options.layers) * width,
+        "another width than its target": tensors["fc.weight"].shape[1] != len(options.layers) * width,
         "an embedding of its own and no head": EMBEDDING in tensors and HEAD_WEIGHT not in tensors,
         "a selector whose first row guesses": bool(options.selected) and options.anchored,
         "a selector over a part of the vocabulary": bool(options.selected) and file.tokens is not None,
