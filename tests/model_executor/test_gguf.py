@@ -236,7 +236,7 @@ def test_a_file_may_draft(files: Path, folder: Path) -> None:
 
 
 def test_a_file_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "_vocabulary", lambda *_: {"tokenizer.ggml.model": "no_vocab"})
+    monkeypatch.setattr(export, "vocabulary", lambda *_: {"tokenizer.ggml.model": "no_vocab"})
     write_gguf(tmp_path / "bare.gguf", tiny_llama(), None, "F32")
     refused(LoadError, "holds no tokenizer", "(model, tokenizer)", target=tmp_path / "bare.gguf")
 

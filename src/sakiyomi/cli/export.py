@@ -113,36 +113,93 @@ class GgufOptions:
     """The model, and the type of its matrices.
 
     Attributes:
-        model: a folder in Hugging Face format, the name of an embedded model, or a GGUF file.
+        model: a folder in Hugging Face format, the name of an embedded model, or a GGUF file; or the folder of an
+            EAGLE-3 head or a block drafter.
         out: file to create.
         type: of the matrices: Q4_K_M (the usual one), Q5_K_M, Q6_K, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, BF16, F16 or F32.
+        target: of a head or block drafter: the model that it belongs to, by default the one that its own configuration
+            names.
+        allow_pickle: read weights that are stored as pickle.
     """
 
     model: str = field(metadata={"argument": "MODEL"})
     out: str = field(metadata={"argument": "OUT_FILE"})
     type: str = "Q4_K_M"
+    target: str | None = None
+    allow_pickle: bool = False
 
 
 def gguf(options: GgufOptions, output: JsonOption) -> None:
     """Write a model as a GGUF file, which llama.cpp, LM Studio and Ollama run.
 
-    Targets and draft models alike. The tokenizer is read back and compared before anything is written.
+    Targets and draft models alike, and EAGLE-3 heads and block drafters, which llama.cpp loads beside their target as
+    draft-eagle3, draft-dflash and draft-dspark. The tokenizer is read back and compared before anything is written.
 
     Example: sakiyomi export gguf tales tales.gguf --type Q8_0
+    Example: sakiyomi export gguf tales-eagle eagle.gguf --target tales
     """
     out = Path(options.out).expanduser()
     if out.exists():
         raise InputError(f"{out} exists; name a new file")
     with progress("reading"):
+        from sakiyomi.core.draft_specs import kind_of
+        from sakiyomi.core.embedded import folder_of
         from sakiyomi.model_executor.gguf.export import check_type, write_gguf
         from sakiyomi.model_executor.loading import load_model
 
-        check_type(options.type)
-        loaded = load_model(options.model, device="cpu")
-        write_gguf(out, loaded.model, loaded.tokenizer, options.type)
+        form = check_type(options.type)
+        kind = kind_of(folder_of(options.model))
+        if kind in ("eagle", "block"):
+            called = _write_head(options, out)
+        elif options.target is not None:
+            raise InputError(f"{options.model} is no EAGLE head or block drafter; leave out --target")
+        else:
+            loaded = load_model(options.model, device="cpu", allow_pickle=options.allow_pickle)
+            write_gguf(out, loaded.model, loaded.tokenizer, form)
+            called = "model"
     size = out.stat().st_size
-    say(f"{out}: {options.type}, {readable(size)}")
-    output.emit({"file": str(out), "type": options.type, "bytes": size})
+    say(f"{out}: {called}, {form}, {readable(size)}")
+    output.emit({"file": str(out), "kind": called, "type": form, "bytes": size})
+
+
+def _write_head(options: GgufOptions, out: Path) -> str:
+    """Write a head's GGUF file; returns what llama.cpp calls it."""
+    from sakiyomi.core.embedded import folder_of
+    from sakiyomi.drafters.gguf_heads import write_head
+    from sakiyomi.model_executor.loading.folder import read_tokenizer
+
+    folder = folder_of(options.model)
+    target = _target_folder(options.target, folder)
+    file, config = _read_draft(folder, target, allow_pickle=options.allow_pickle)
+    return write_head(out, file, config.get_text_config(), read_tokenizer(target, False), options.type)
+
+
+def _target_folder(name: str | None, folder: Path) -> Path:
+    """The folder of the target of a head, by default the one that the head's own configuration names.
+
+    Raises:
+        InputError: there is none.
+    """
+    from sakiyomi.core.embedded import folder_of
+    from sakiyomi.core.trained import BASE, read_config
+
+    target = name or (read_config(folder) if folder.is_dir() else {}).get(BASE)
+    if target is None or not (folder_of(target) / "config.json").is_file():
+        raise InputError(f"the target is {target!r}, expected the folder of a model; give it with --target")
+    return folder_of(target)
+
+
+def _read_draft(folder: Path, target: Path, *, allow_pickle: bool) -> tuple[Any, Any]:
+    """An EAGLE head or a block drafter in a folder, and the configuration of its target."""
+    from sakiyomi.core.draft_specs import is_block
+    from sakiyomi.core.trained import read_config
+    from sakiyomi.drafters.block_heads.formats import read_block
+    from sakiyomi.drafters.eagle_heads.formats import read_eagle
+    from sakiyomi.model_executor.loading.families import read_config as model_config
+
+    about = model_config(target)
+    read = read_block if folder.is_dir() and is_block(read_config(folder)) else read_eagle
+    return read(folder, int(about.get_text_config().num_hidden_layers), allow_pickle=allow_pickle), about
 
 
 @dataclass(frozen=True)
@@ -171,24 +228,13 @@ def speculators(options: SpeculatorsOptions, output: JsonOption) -> None:
     Example: sakiyomi export speculators HEAD OUT_FOLDER --target FOLDER
     """
     with progress("reading"):
-        from sakiyomi.core.draft_specs import is_block
         from sakiyomi.core.embedded import folder_of
-        from sakiyomi.core.trained import BASE, read_config
-        from sakiyomi.drafters.block_heads.formats import read_block
-        from sakiyomi.drafters.eagle_heads.formats import read_eagle
         from sakiyomi.drafters.speculators_files import write_speculators
-        from sakiyomi.model_executor.loading.families import read_config as model_config
 
         folder = folder_of(options.head)
         out = _new_folder(options.out)
-        said = read_config(folder) if folder.is_dir() else {}
-        target = options.target or said.get(BASE)
-        if target is None or not (folder_of(target) / "config.json").is_file():
-            raise InputError(f"the target is {target!r}, expected the folder of a model; give it with --target")
-        path = folder_of(target)
-        about = model_config(path)
-        read = read_block if is_block(said) else read_eagle
-        file = read(folder, int(about.get_text_config().num_hidden_layers), allow_pickle=options.allow_pickle)
+        path = _target_folder(options.target, folder)
+        file, about = _read_draft(folder, path, allow_pickle=options.allow_pickle)
         kind = write_speculators(out, file, str(path.resolve()), list(about.architectures or ()))
     say(f"{out}: {kind} for {path}, read from {folder}")
     output.emit({"folder": str(out), "kind": kind, "target": str(path), "tensors": len(file.tensors)})

@@ -215,10 +215,10 @@ def _named(part: str) -> str:
     folder = folder_of(place)
     if folder.suffix.lower() == ".gguf" or gguf_file(place) is not None:
         return f"model:{part}"
-    return f"{_kind_of(folder)}:{part}" if is_embedded_name(place) or folder.is_dir() else part
+    return f"{kind_of(folder)}:{part}" if is_embedded_name(place) or folder.is_dir() else part
 
 
-def _kind_of(folder: Path) -> str:
+def kind_of(folder: Path) -> str:
     """The name of the drafter whose files a folder holds; "model" if it holds none of the others."""
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if is_block(config):

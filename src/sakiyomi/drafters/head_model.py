@@ -18,7 +18,7 @@ from sakiyomi.model_executor.loading.reader import quiet
 from sakiyomi.model_executor.runner import ModelRunner
 
 HEAD_WEIGHT = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 KINDS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
@@ -195,7 +195,7 @@ def token_embedding(file: DraftFile[Any], target: ModelRunner, what: str, read: 
     """
     layers, width = len(file.options.layers), int(target.config.hidden_size)
     check_size(f"the {what} {file.name} reads the outputs of {layers} layers, together", read, layers * width)
-    own: Tensor = file.tensors.get(_EMBEDDING, target.module.get_input_embeddings().weight.detach())
+    own: Tensor = file.tensors.get(EMBEDDING, target.module.get_input_embeddings().weight.detach())
     return own
 
 
@@ -233,7 +233,7 @@ def fill(module: nn.Module, file: DraftFile[Any], beside: tuple[str, ...], targe
     tensors = {
         name if name == HEAD_WEIGHT else f"model.{name}": tensor
         for name, tensor in file.tensors.items()
-        if not name.startswith((_EMBEDDING, *beside))
+        if not name.startswith((EMBEDDING, *beside))
     }
     try:
         missing = module.load_state_dict(tensors, strict=False)

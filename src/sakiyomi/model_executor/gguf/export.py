@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _NOT_HELD = {
 }  # fmt: skip
 """Settings that change no logits, sizes that tensors prove, and positions, which have a check of their own."""
 _NEXT = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}  # of rows that are no multiple of 256
-_SMALL = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp")
+_SMALL = ("ssm_conv1d", "shortconv.conv", "ffn_gate_inp", "conv_base", "conf_proj")
 _WORST = ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps")
 _SAMPLES = (
     "The fox went 12345 miles, didn't it?  Yes!\n\n\tif x == 1:\r\n        return ½",
@@ -45,14 +45,15 @@ _SAMPLES = (
 )
 
 
-def check_type(kind: str) -> None:
-    """Refuse a type in which nothing is written.
+def check_type(kind: str) -> str:
+    """The name of a type, which may be given in small letters.
 
     Raises:
         InputError: it is none of ``TYPES``.
     """
-    if kind not in TYPES:
+    if kind.upper() not in TYPES:
         raise InputError(f"the type is {kind!r}; expected {', '.join(TYPES)}")
+    return kind.upper()
 
 
 def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
@@ -69,24 +70,35 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
         UnsupportedError: an architecture, positions or a tokenizer that such files cannot hold, or that is not known.
         LoadError: the file cannot be written.
     """
-    check_type(kind)
-    name, architecture = _architecture(model.config)
-    metadata = {f"{name}.{key}": value for key, value in _metadata(model.config, architecture).items()}
-    metadata |= _vocabulary(tokenizer, int(model.config.vocab_size))
+    kind, config = check_type(kind), model.config
+    name, architecture = _architecture(config)
+    metadata = settings(config, name, architecture) | vocabulary(tokenizer, int(config.vocab_size))
     with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}"):
-        _write(fresh, name, metadata, model, kind)
-        _check_settings(model.config, build_config(read_gguf(fresh)))
+        write_file(fresh, name, metadata, _tensors(model, architecture), kind, int(config.num_hidden_layers))
+        _check_settings(config, build_config(read_gguf(fresh)))
 
 
-def _write(path: Path, name: str, metadata: Mapping[str, Any], model: Any, kind: str) -> None:
+def write_file(
+    path: Path, name: str, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], kind: str, layers: int
+) -> None:
+    """Write metadata and tensors.
+
+    Args:
+        path: of the file.
+        name: of its architecture.
+        metadata: by their full names.
+        tensors: by their names in the file, float32 or int64.
+        kind: one of ``TYPES``.
+        layers: of the model.
+    """
     import gguf
 
     writer = gguf.GGUFWriter(path, name)
     try:
         for key, value in metadata.items():
             _add(writer, key, value)
-        for part, tensor in _tensors(model, ARCHITECTURES[name]):
-            form = _form(tensor, part, kind, int(model.config.num_hidden_layers))
+        for part, tensor in tensors:
+            form = _form(tensor, part, kind, layers)
             writer.add_tensor(part, _rounded(tensor, form), raw_dtype=form)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -133,6 +145,8 @@ def _form(tensor: Tensor, part: str, kind: str, layers: int) -> Any:
     import gguf
 
     types = gguf.GGMLQuantizationType
+    if not tensor.is_floating_point():
+        return types.I64
     if tensor.ndim < 2 or any(small in part for small in _SMALL):
         return types.F32
     most, fine = TYPES[kind]
@@ -149,19 +163,32 @@ def _form(tensor: Tensor, part: str, kind: str, layers: int) -> Any:
 def _rounded(tensor: Tensor, form: Any) -> Any:
     import gguf
 
+    if form.name == "I64":
+        return tensor.numpy()
     return quantize_k(form.name, tensor) if form.name in K_FORMATS else gguf.quantize(tensor.numpy(), form)
 
 
 # ---------------------------------------------------------------- metadata
 
 
-def _metadata(config: Any, architecture: Architecture) -> dict[str, Any]:
+def settings(config: Any, name: str, architecture: Architecture) -> dict[str, Any]:
+    """Metadata of a configuration, by their full names.
+
+    Args:
+        config: of a model, or of the decoder layers of a head.
+        name: of the architecture in the file.
+        architecture: whose tables say what is written.
+
+    Raises:
+        UnsupportedError: rotary positions that such files do not have.
+    """
     found = {key: _dig(config, name) for key, name in architecture.keys.items()}
     found = {key: value for key, value in found.items() if isinstance(value, int | float)}
     if "head_dim" in architecture.keys.values():
         found.setdefault("attention.key_length", width_of(config))
         found["attention.value_length"] = width_of(config)
-    return found | _positions(config) | dict(architecture.tell(config))
+    found |= _positions(config) | dict(architecture.tell(config))
+    return {f"{name}.{key}": value for key, value in found.items()}
 
 
 def _dig(config: Any, name: str) -> Any:
@@ -220,16 +247,34 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _tensors(model: Any, architecture: Architecture) -> Iterator[tuple[str, Tensor]]:
-    """Names and float32 values of all tensors of the file."""
-    config = model.config
+    """Names and float32 values of all tensors of a model's file."""
+    tied = {"lm_head.weight", *(getattr(model, "_tied_weights_keys", None) or ())}
+    left = tied if model.config.tie_word_embeddings else ()
+    held = {name: tensor for name, tensor in model.state_dict().items() if name not in left}
+    yield from named_tensors(held, model.config, architecture)
+
+
+def named_tensors(
+    tensors: Mapping[str, Tensor], config: Any, architecture: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors as a file has them.
+
+    Args:
+        tensors: by their names in the model.
+        config: of the model.
+        architecture: whose tables say what they are called in the file.
+
+    Yields:
+        Names and float32 values.
+
+    Raises:
+        UnsupportedError: a tensor that such files do not have.
+    """
     parts = {**architecture.parts, **architecture.renamed(config)}
     back = {own: part for part, own in parts.items()}
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    if (divisors := _divisors(model)) is not None:
+    if (divisors := _divisors(config)) is not None:
         yield from divisors
-    for name, tensor in model.state_dict().items():
-        if name in tied or (config.tie_word_embeddings and name == "lm_head.weight"):
-            continue
+    for name, tensor in tensors.items():
         prefix, own = _layer(name, architecture.layers)
         values = tensor.detach().cpu().float()
         joins = [join for each, join in architecture.joins.items() if each == own and own not in back]
@@ -255,9 +300,8 @@ def _layer(name: str, layers: str) -> tuple[str, str]:
     return f"blk.{number}.", own
 
 
-def _divisors(model: Any) -> list[tuple[str, Tensor]] | None:
+def _divisors(config: Any) -> list[tuple[str, Tensor]] | None:
     """Tensors that divide rotary frequencies: those of Llama 3, of long texts, of Gemma 4's wide heads."""
-    config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     full = rope.get("full_attention", {})
     if full.get("rope_type") == "proportional":
@@ -289,7 +333,7 @@ def _llama3(rope: Mapping[str, Any], width: int) -> Tensor:
 # ---------------------------------------------------------------- the tokenizer
 
 
-def _vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
+def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     """Metadata of a tokenizer. Rows of the model behind the tokenizer's last token are unused tokens.
 
     Raises:
