@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from changed_gguf import MISSING, changed
 from sakiyomi import LLM, LoadError
 from sakiyomi.core.draft_specs import split_spec
 from sakiyomi.core.gguf_files import gguf_file
@@ -20,37 +20,13 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.loading.recorder import save_recording
 from toys import tiny_llama, tiny_tokenizer
 
-gguf = pytest.importorskip("gguf")
-MISSING = object()
+pytest.importorskip("gguf")
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "sound.gguf"
     write_gguf(path, tiny_llama(), tiny_tokenizer(), "F32")
-    return path
-
-
-def changed(sound: Path, path: Path, keys: Mapping[str, Any], tensors: Mapping[str, Any] = {}) -> Path:
-    """A copy of a file with other metadata, and other tensors."""
-    read, writer = gguf.GGUFReader(sound), gguf.GGUFWriter(path, "llama")
-    held = {field.name: field.contents() for field in read.fields.values() if not field.name.startswith("GGUF.")}
-    for key, value in ({**held, "general.architecture": MISSING} | dict(keys)).items():
-        if value is MISSING:
-            continue
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            form = gguf.GGUFValueType.get_type(value)
-            writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if type(value) is int else form)
-    given = {each.name: np.array(each.data) for each in read.tensors}
-    for name, tensor in (given | dict(tensors)).items():
-        if tensor is not MISSING:
-            writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
     return path
 
 

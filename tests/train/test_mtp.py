@@ -16,6 +16,7 @@ from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedErro
 from sakiyomi.core.outputs import Stats
 from sakiyomi.drafters import heads_beside
 from sakiyomi.drafters.mtp_layer import make_mtp, new_mtp, read_mtp
+from sakiyomi.model_executor.gguf.export import write_gguf
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import CHAIN, Continuations, measured
 from sakiyomi.train.commands import TrainMtp
@@ -184,6 +185,19 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
     assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
     one, other = (read_mtp(tmp_path / name / "model", 2)[1] for name in ("whole", "parts"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.thorough
+def test_a_gguf_file_gets_a_new_layer(tmp_path: Path) -> None:
+    loaded, file = load_model(tiny_target(tmp_path)), tmp_path / "target.gguf"
+    write_gguf(file, loaded.model, loaded.tokenizer, "F32")
+    summary = train_mtp(mtp_config(tmp_path, file, tokens=64))
+    assert summary["finished"]
+    texts = [
+        LLM(file, draft, strict=True).generate("Once", SamplingParams(max_new_tokens=8)).token_ids
+        for draft in ("none", summary["model"])
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,19 @@ def test_tables_are_counts(texts: list[list[int]], order: int, least: int) -> No
             assert all(counts[token] == known[token] for token in top)
         if length:
             assert tables.after((9,) * length) is None
+
+
+def test_tables_of_a_file_may_begin_anywhere() -> None:
+    """Arrays that are mapped behind a table with an odd number of bytes."""
+    tensors = count_tables([np.array([0, 1, 2, 0, 1, 3, 0, 1, 2])], 3, 5, least=1, keep=3)
+
+    def moved(tensor: Any) -> Any:
+        room = np.zeros(tensor.nbytes + 1, np.uint8)
+        room[1:] = tensor.view(np.uint8)
+        return room[1:].view(tensor.dtype)
+
+    tables, odd = FileTables(3, tensors), FileTables(3, {name: moved(tensor) for name, tensor in tensors.items()})
+    assert odd.after((0, 1)) == tables.after((0, 1)) is not None
 
 
 def test_bigram_rows_are_distributions() -> None:

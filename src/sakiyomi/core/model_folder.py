@@ -133,7 +133,8 @@ def _without_config(folder: Path) -> str:
             "model, save that, and pass its folder"
         )
     if files := sorted(folder.glob("*.gguf")):
-        return f"{folder} holds GGUF files and no config.json; pass one of them ({files[0].name}, ...), not the folder"
+        names = ", ".join([*(file.name for file in files[:3]), *(["..."] if files[3:] else [])])
+        return f"{folder} holds no config.json and the GGUF files {names}; pass such a file, not the folder"
     return (
         f"no config.json in {folder}; expected a model folder in Hugging Face format (config.json, model.safetensors, "
         "tokenizer.json)"

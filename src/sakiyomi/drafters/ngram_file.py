@@ -114,8 +114,10 @@ class FileTables:
 
     def __init__(self, order: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         self.order = order
-        # Views with Python integers as items; numpy's take three times as long here.
-        self._orders = [tuple(memoryview(tensors[f"{part}.{n}"].data) for part in _PARTS) for n in range(2, order + 1)]
+        # Views with Python integers as items; numpy's take three times as long here. They need aligned numbers, which
+        # those of a file may not be.
+        held = {name: np.require(tensor, requirements="A") for name, tensor in tensors.items()}
+        self._orders = [tuple(memoryview(held[f"{part}.{n}"].data) for part in _PARTS) for n in range(2, order + 1)]
         unigrams = tensors["unigrams"]
         top = np.argsort(-unigrams, kind="stable")[:WIDEST]
         counts = {token: count for token, count in enumerate(unigrams.tolist()) if count}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.cache.eviction_plan import EvictionPlan
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.memory import readable, returned_when_freed
 from sakiyomi.core.progress import progress
 from sakiyomi.core.prompts import judging_text
@@ -134,7 +135,8 @@ class ModelPool:
             quantize = None
         size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
         wants_text = quantize or (eviction is not None and eviction.packing is not None and eviction.packing.fitted)
-        with returned_when_freed(), progress(f"quantizing {loaded.name} ({readable(size)}) to {quantize}", size=size):
+        what = f"quantizing {loaded.name} ({readable(size)}) to {quantize}"
+        with returned_when_freed(), _named(loaded.name), progress(what, size=size):
             packed = self._run(
                 loaded.model,
                 owned=loaded.owned,
@@ -157,6 +159,15 @@ class ModelPool:
             if packed.weights.packed is not None and packed.recorded() and record(packed):
                 self._unrecorded.remove((packed, record))
         return not self._unrecorded
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Say of which model it is that a LoadError speaks."""
+    try:
+        yield
+    except LoadError as error:
+        raise LoadError(f"{name}: {error.message}") from error
 
 
 def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = None) -> None:

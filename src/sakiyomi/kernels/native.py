@@ -337,6 +337,13 @@ class PackedWeights:
         packed = packed_rows(data, bias, _packer(blocks.name, split), self._memory)
         return self.adopt(packed, inputs, len(data), dtype, FORMATS[blocks.name].bits, blocks)
 
+    def add_block_embedding(
+        self, data: Tensor, inputs: int, dtype: torch.dtype, blocks: Blocks, split: Split, scale: float
+    ) -> PackedEmbedding:
+        """The same of an embedding, by whose ``scale`` its rows are multiplied."""
+        packed = packed_rows(data, None, _packer(blocks.name, split), self._memory)
+        return self.adopt_embedding(packed, inputs, len(data), dtype, blocks, scale)
+
     def add_block_experts(
         self, data: Tensor, biases: Tensor | None, inputs: int, dtype: torch.dtype, blocks: Blocks, split: Split
     ) -> PackedExperts:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.attention import op
 from sakiyomi.model_executor.early_exit import FirstLayers
@@ -29,12 +29,15 @@ def prove(runner: ModelRunner) -> None:
     ``ModelWeights.expect``).
 
     Raises:
+        LoadError: the model's own logits are no numbers.
         UnsupportedError: the logits differ by more than rounding.
     """
     weights = runner.weights
     expected, weights.expected = weights.expected, None
     if expected is None:
         return
+    if not bool(expected.logits.isfinite().all()):
+        raise LoadError(_no_numbers(weights.module))
     windows = [expected.windows.get(i, shape.reach) for i, shape in enumerate(weights.shapes)]
     op.set_windows(runner.module, windows)
     try:
@@ -53,6 +56,17 @@ def prove(runner: ModelRunner) -> None:
         weights.set_windows()
         runner.cache.shed()
         runner.clock.clear()  # of eager passes, some of them with fewer layers
+
+
+def _no_numbers(module: nn.Module) -> str:
+    """What is wrong with a model whose own logits are NaN or infinite."""
+    bad = [name for name, tensor in module.named_parameters() if not bool(tensor.isfinite().all())]
+    if bad:
+        reason = f"{len(bad)} of its weights have values that are NaN or infinite ({', '.join(bad[:3])})"
+    else:
+        reason = "values or scales of its weights are damaged, or its configuration is"
+    name = type(module).__name__
+    return f"the logits of {name} are no numbers, whatever computes them: {reason}; get its files again"
 
 
 def _compare(runner: ModelRunner, expected: Tensor) -> None:

@@ -49,8 +49,10 @@ class _Mtp(UnrolledRecipe[TrainMtp]):
         if config.init == NEW:
             return None
         folder = folder_of(config.init or config.target)
-        if config.init and not folder.is_dir():
-            raise LoadError(f"init is {config.init!r}, and no such folder is there; check it, or write --init new")
+        if not folder.is_dir():
+            if config.init:
+                raise LoadError(f"init is {config.init!r}, and no such folder is there; check it, or write --init new")
+            return None  # a GGUF file, whose layer is not read
         try:
             return (*read_mtp(folder, self.count), str(folder))
         except LoadError:

@@ -32,6 +32,7 @@ from sakiyomi.evaluation.audit.reference import EngineReference, HFReference, co
 from sakiyomi.evaluation.audit.report import AuditReport, Check, SampledCheck, Texts
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.model_executor.loading import load_model
+from sakiyomi.model_executor.weights import quantizes
 from sakiyomi.sampling.verifiers import VERIFIERS
 
 Key = tuple[str, int] | None
@@ -284,7 +285,7 @@ class Auditor:
         """The reference: its name, the judge by its logits, and a function that writes its greedy text."""
         own, options, greedy = self.engine.target, self._options, self._config.greedy()
         # torchao, on a GPU, reports nothing
-        if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
+        if quantizes(own.weights) or options.get("quantize") or options.get("cache", "full") != "full":
             plain = self._view()
             return "own plain", EngineReference(own), lambda ids: list(plain.generate([ids], greedy)[0].token_ids)
         self._note("loading the model with transformers")

@@ -26,6 +26,7 @@ from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, Judge, Run, Standing, TimedRun, race, timed
+from sakiyomi.model_executor.weights import quantizes
 
 __all__ = ["PairRow", "Race", "Races", "Run", "declared", "generated", "lengths", "run_ours", "run_peer"]
 
@@ -190,7 +191,7 @@ class PairRow:
             judge = pair.judge(prompts=prompts)
             judged = [Contender(name, run, judge) for name, run in theirs.items()]
             found = pair.quality.grade(judged, HFReference(pair.target.model).logits)
-        first = next(iter(ours)) if theirs and llm.target.weights.quantization is not None else None
+        first = next(iter(ours)) if theirs and quantizes(llm.target.weights) else None
         judge = pair.judge(llm, prompts)
         own = [Contender(name, run, judge, first) for name, run in ours.items()]
         return found + pair.quality.grade(own, EngineReference(llm.target).logits)

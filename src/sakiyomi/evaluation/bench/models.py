@@ -16,8 +16,9 @@ from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.evaluation.bench.quality import Quality
 from sakiyomi.evaluation.bench.runner import Agreement
 from sakiyomi.evaluation.loading import load
-from sakiyomi.model_executor.loading import load_model
+from sakiyomi.model_executor.loading import load_model, same_tokenizer
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.weights import quantizes
 
 MEASURED = 4  # texts on which a judge measures what rounding does
 WAYS = ("plain", "assisted", "prompt lookup")
@@ -33,7 +34,9 @@ def inflated(*configs: Any) -> str | None:
 def rounding(llm: LLM) -> str | None:
     """A summary of the target's quantization; None if it is not quantized."""
     report = llm.target.weights.quantization
-    return None if report is None else str(report)
+    if report is not None:
+        return str(report)
+    return "rows in 8 bits, weights as the file has them" if quantizes(llm.target.weights) else None
 
 
 @dataclass
@@ -65,8 +68,11 @@ class Pair:
 
     def peer(self, way: str) -> Transformers:
         """The generation of transformers on the same pair; ``way`` is one of ``WAYS``."""
-        draft = self.draft.model if way == "assisted" else None
-        return Transformers(self.target.model, draft, self.config.gamma, self.stop, lookup=way == "prompt lookup")
+        if way != "assisted":
+            return Transformers(self.target.model, None, self.config.gamma, self.stop, lookup=way == "prompt lookup")
+        own, theirs = self.target.tokenizer, self.draft.tokenizer
+        tokenizers = None if same_tokenizer(own, theirs) else (own, theirs)
+        return Transformers(self.target.model, self.draft.model, self.config.gamma, self.stop, tokenizers=tokenizers)
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -86,7 +92,7 @@ class Pair:
             llm: the engine; None: outputs are transformers'.
             prompts: others than the pair's.
         """
-        rounded = llm is not None and llm.target.weights.quantization is not None
+        rounded = llm is not None and quantizes(llm.target.weights)
         model = llm.target if llm is not None and rounded else self.target.model
         return NearTies(model, self.prompts if prompts is None else prompts)
 

@@ -249,8 +249,8 @@ def add_embedding(
         scale: by which rows are multiplied.
     """
     kind = BLOCK_TYPES[name]
-    layer = table.add_blocks(data, None, kind.row_elements(data), dtype, Blocks(name, rounded=False), kind.parts)
-    return share_embedding(table, layer, scale=scale)
+    blocks = Blocks(name, rounded=False)
+    return table.add_block_embedding(data, kind.row_elements(data), dtype, blocks, kind.parts, scale)
 
 
 def share_embedding(table: PackedWeights, layer: PackedLinear, *, scale: float = 1.0) -> PackedEmbedding:

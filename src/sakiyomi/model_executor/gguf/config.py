@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _NEEDED = (
     "attention.layer_norm_rms_epsilon",
 )
 """Sizes that llama.cpp, too, finds in every file whose architecture has them."""
+_ABOVE_ZERO = ("attention.head_count", "attention.head_count_kv", "rope.freq_base", "rope.freq_base_swa")
 _NEVER_USED = (
     "attention.key_length",
     "attention.value_length",
@@ -85,6 +87,7 @@ def build_config(file: GgufFile) -> Any:
     if embedding is None:
         raise LoadError(f"{path} holds no embedding (token_embd.weight); download it again")
     _check_sizes(facts, architecture, file)
+    _check_numbers(facts, architecture, path)
     values[architecture.keys["block_count"]] -= facts.take("nextn_predict_layers", 0)  # which are left out
     values["vocab_size"] = embedding.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -126,6 +129,21 @@ def _check_sizes(facts: Facts, architecture: Architecture, file: GgufFile) -> No
             f"{path} holds {file.layers} layers, and its metadata speak of {count!r}; the text would be that of a part "
             "of the model; download it again"
         )
+
+
+def _check_numbers(facts: Facts, architecture: Architecture, path: Path) -> None:
+    """Refuse numbers of which no model can be computed; its logits would be no numbers.
+
+    Raises:
+        LoadError: says which.
+    """
+    for key, value in facts.items():
+        if not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            raise LoadError(f"{path} says that {key} is {value}; expected a finite number; download it again")
+        if key in _ABOVE_ZERO and value <= 0 and (key in architecture.keys or key == "rope.freq_base_swa"):
+            raise LoadError(f"{path} says that {key} is {value}; expected a number above 0; download it again")
 
 
 def _facts(file: GgufFile) -> Facts:

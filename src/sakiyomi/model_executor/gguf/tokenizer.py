@@ -168,7 +168,10 @@ def _merges(vocabulary: _Vocabulary, path: Path) -> list[tuple[str, str]]:
     places = [pair.find(" ", 1) for pair in given]
     pairs = [(pair[:place], pair[place + 1 :]) for pair, place in zip(given, places, strict=True)]
     known = vocabulary.numbers
-    return [pair for pair in pairs if pair[0] in known and pair[1] in known and pair[0] + pair[1] in known]
+    found = [pair for pair in pairs if pair[0] in known and pair[1] in known and pair[0] + pair[1] in known]
+    if not found:
+        raise LoadError(f"{path} has {len(pairs)} merges, and none of them joins two of its tokens; download it again")
+    return found
 
 
 def _characters(vocabulary: _Vocabulary, path: Path) -> tuple[Tokenizer, bool, bool]:

@@ -240,6 +240,6 @@ def undeprecated() -> Iterator[None]:
 
 def _filled(whole: Callable[[], Any], recorded: RecordedModel) -> Any:
     """The transformers model around a recorded one's packed layers."""
-    model = whole().eval()
+    model = whole().eval().requires_grad_(False)  # or its passes could not be traced
     put_layers(model, recorded.layers)
     return model

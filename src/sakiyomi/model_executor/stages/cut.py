@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from sakiyomi.core.checkpoint import LAYER, read_checkpoint, read_json
 from sakiyomi.core.digests import file_digest, save_tensors
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.gguf_files import gguf_file
 from sakiyomi.core.model_folder import STAGES
 from sakiyomi.model_executor.loading.families import has_encoder, read_config
 from sakiyomi.model_executor.loading.packed import ABOUT, WEIGHTS, is_packed, json_seal
@@ -64,8 +65,12 @@ def cut(folder: Path, count: int, out: Path) -> list[int]:
 
     Raises:
         InputError: there are fewer layers than stages, or `out` is not empty.
-        UnsupportedError: its layers are not one list, or depend on each other.
+        UnsupportedError: its layers are not one list, or depend on each other; or it is a GGUF file.
     """
+    if gguf_file(str(folder)) is not None:
+        raise UnsupportedError(
+            f"{folder} is a GGUF file, which is not cut into stages; pass the model's folder in Hugging Face format"
+        )
     config = read_config(folder)
     whole = _without_weights(config)
     layers = int(config.num_hidden_layers)

@@ -24,6 +24,7 @@ from sakiyomi.evaluation.bench.tasks.data import Question, Score, read_questions
 from sakiyomi.evaluation.bench.tasks.peer import Peer, judged
 from sakiyomi.model_executor.loading import Loaded, load_model, stop_tokens
 from sakiyomi.model_executor.runner import first_logits
+from sakiyomi.model_executor.weights import quantizes
 
 Write = Callable[[Any, SamplingParams], tuple[Sequence[int], Stats | None]]
 """Answers a prompt: its tokens, and what our engine counted."""
@@ -147,7 +148,7 @@ class _Asked:
         begins = [llm.engine.process(prompt).tokens for prompt in prompts]
         most = min(config.max_new_tokens, llm.max_context - max(map(len, begins)))
         params = SamplingParams(max_new_tokens=most, temperature=heat, gamma=config.gamma)
-        quantized = llm.target.weights.quantization is not None
+        quantized = quantizes(llm.target.weights)
         peer = Peer(pair.target)
         end = next(iter(stop_tokens(pair.target.model, llm.tokenizer)), 0)
 
