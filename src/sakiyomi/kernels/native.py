@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.blocks import FORMATS, Blocks, Parts, pack_blocks
 from sakiyomi.kernels.build import native
-from sakiyomi.kernels.weight_memory import WeightMemory
+from sakiyomi.kernels.weight_memory import MappedMemory, WeightMemory
 
 DTYPES = (torch.float32, torch.bfloat16)
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # whether numbers are bf16
@@ -82,7 +82,7 @@ def _side_by_side(weight: Tensor, together: int) -> Tensor:
 
 
 def packed_tensors(
-    weight: Tensor, bias: Tensor | None, bits: int, memory: WeightMemory | None = None
+    weight: Tensor, bias: Tensor | None, bits: int, memory: WeightMemory | MappedMemory | None = None
 ) -> dict[str, Tensor]:
     """What the kernels read of a layer, by the names in `PARTS`; weights lie in `memory`, if one is given."""
     return packed_rows(weight.detach(), bias, PACKERS[bits], memory)
@@ -92,7 +92,7 @@ def packed_rows(
     rows: Tensor,
     bias: Tensor | None,
     pack: Callable[[Tensor], dict[str, Tensor]],
-    memory: WeightMemory | None = None,
+    memory: WeightMemory | MappedMemory | None = None,
 ) -> dict[str, Tensor]:
     """The same by any packer of rows, a row of each output channel."""
     # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
@@ -110,7 +110,7 @@ def packed_rows(
     return tensors
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, memory: WeightMemory | None) -> Tensor:
+def _empty(shape: Sequence[int], dtype: torch.dtype, memory: WeightMemory | MappedMemory | None) -> Tensor:
     """Room for packed numbers, in `memory`, if one is given."""
     return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
@@ -261,16 +261,18 @@ class PackedWeights:
         library: the loaded kernels.
         number: of the table there.
         experts: all experts of a mixture are in it.
+        memory: in which weights are packed.
     """
 
     experts = False
+    memory: WeightMemory | MappedMemory
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.number: int = library.sk_weights()
         self._session: int = library.sk_session(self.number)
         self._held: list[Tensor] = []
-        self._memory = WeightMemory()
+        self.memory = WeightMemory()
 
     @classmethod
     def create(cls) -> PackedWeights | None:
@@ -293,7 +295,7 @@ class PackedWeights:
         its own.
         """
         out, inner = weight.shape
-        return self.adopt(packed_tensors(weight, bias, bits, self._memory), inner, out, weight.dtype, bits)
+        return self.adopt(packed_tensors(weight, bias, bits, self.memory), inner, out, weight.dtype, bits)
 
     def adopt(
         self,
@@ -334,7 +336,7 @@ class PackedWeights:
             blocks: the format.
             split: takes rows apart.
         """
-        packed = packed_rows(data, bias, _packer(blocks.name, split), self._memory)
+        packed = packed_rows(data, bias, _packer(blocks.name, split), self.memory)
         return self.adopt(packed, inputs, len(data), dtype, FORMATS[blocks.name].bits, blocks)
 
     def add_block_experts(
@@ -358,7 +360,7 @@ class PackedWeights:
         for i in range(count):
             for name, part in pack(i, None if biases is None else biases[i]).items():
                 if name not in tensors:
-                    tensors[name] = _empty((count, *part.shape), part.dtype, self._memory)
+                    tensors[name] = _empty((count, *part.shape), part.dtype, self.memory)
                 tensors[name][i] = part
         return tensors
 

@@ -30,6 +30,7 @@ from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, join_siblings, pack_linears
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization
+from sakiyomi.kernels.weight_memory import WeightMemory
 from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.latent import serve_latents
 from sakiyomi.model_executor.attention.own import serve_own
@@ -37,6 +38,7 @@ from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.encoder_decoder.judged import judge_whole
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.packed_stream import PackedStream
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import WeightStream, attach, is_offloaded
 from sakiyomi.model_executor.model_state import ModelState
@@ -85,6 +87,7 @@ class ModelWeights:
         prepared: metadata of a model whose layers are packed already; nothing is quantized then.
         quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, in layers whose error stays small.
         text: token ids on which quantization is measured.
+        stream: reads the packed layers in every pass; None: they stay in memory.
         way: one of ``own_forward.WAYS``: how texts go through the class's own forward; None: the rows of a pass run
             together on our cache.
 
@@ -94,8 +97,8 @@ class ModelWeights:
         multimodal: the class reads more than text; its encoders stay as they are.
         max_context: number of positions of the model.
         small_head: the logits of all rows of a prompt are cheap.
-        offloaded: accelerate's hooks load and free the weights of each layer; passes are eager, and cost about the same
-            for any number of rows.
+        offloaded: hooks load and free the weights of each layer; passes are eager, and cost about the same for any
+            number of rows.
         stream: reads the weights that lie in files; None: there are none.
         shapes: of the cache, by layer.
         stateful: layers that keep a state beside keys and values, see ``cache/layer_state.py``.
@@ -122,6 +125,7 @@ class ModelWeights:
         prepared: Prepared | None = None,
         quantize: str | None = None,
         text: Sequence[int] = (),
+        stream: PackedStream | None = None,
         way: str | None = None,
         latents: bool = True,
         max_context: int | None = None,
@@ -152,11 +156,14 @@ class ModelWeights:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Hooks of an owned model load each layer once, for packing.
-        self.offloaded = not owned and is_offloaded(self.module)
-        self.stream: WeightStream | None = None
-        if self.offloaded:
+        hooked = not owned and is_offloaded(self.module)
+        self.offloaded = hooked or stream is not None
+        self.stream: WeightStream | PackedStream | None = stream
+        if hooked:
             parts = self.module if self.encoder is None else nn.ModuleList([self.module, self.encoder.module])
             self.stream = attach(parts, int(self.module.config.num_hidden_layers))
+        elif stream is not None and prepared is not None:
+            stream.attach(self.module, int(self.config.num_hidden_layers))
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
@@ -360,12 +367,17 @@ class ModelWeights:
         bits = None
         if self.quantizing is not None:
             bits = self.quantizing.choose(self.module, self.encoder, self.text)
+        if isinstance(self.stream, PackedStream):
+            table.memory = self.stream.memory
         probed, self._probed = self._probed, None
         assert probed is not None
         names = {id(part): name for name, part in self.module.named_modules()}
         self.siblings = [[names[id(layer)] for layer in group] for group in probed.siblings]
         pack_linears(self.module, table, probed.siblings, read=probed.read, free=given.owned, bits=bits)
         table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
+        if isinstance(self.stream, PackedStream):
+            table.memory = WeightMemory()  # for heads that run beside the model
+            self.stream.attach(self.module, int(self.config.num_hidden_layers))
         return table
 
     def changed(self) -> str | None:
