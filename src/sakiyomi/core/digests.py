@@ -93,19 +93,18 @@ def tensor_digest(tensor: Tensor) -> str:
     return data_digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def tensor_digests(
-    tensors: Mapping[str, Tensor], done: Callable[[Tensor], object] = lambda tensor: None
-) -> dict[str, str]:
+def tensor_digests(tensors: Mapping[str, Tensor], done: Callable[[Tensor], object] | None = None) -> dict[str, str]:
     """Digests of many tensors by name, in several threads: hashing a mapped tensor reads it from disk.
 
     Args:
         tensors: by name.
-        done: called with each of them when it was read.
+        done: called with each of them when it was read, in these threads.
     """
 
     def digest(tensor: Tensor) -> str:
         found = tensor_digest(tensor)
-        done(tensor)
+        if done is not None:
+            done(tensor)
         return found
 
     with ThreadPoolExecutor(READERS) as pool:
@@ -123,7 +122,7 @@ def save_tensors(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[str, str] | None = None,
     *,
-    done: Callable[[Tensor], object] = lambda tensor: None,
+    done: Callable[[Tensor], object] | None = None,
 ) -> None:
     """Write a safetensors file with its digests. The caller makes the write atomic, see ``whole_file``.
 
@@ -157,7 +156,8 @@ def save_tensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             file.write(own[name].reshape(-1).view(torch.uint8).numpy().data)
-            done(own[name])
+            if done is not None:
+                done(own[name])
     path.chmod(0o644)  # it may have been made private; they are there to be read by others
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -283,6 +284,16 @@ class PackedWeights:
     def __del__(self) -> None:
         self.library.sk_free_session(self._session)
         self.library.sk_free_weights(self.number)
+
+    @contextmanager
+    def packing_into(self, memory: MappedMemory | None) -> Iterator[None]:
+        """A context in which weights are packed into this memory; None: into that of the table, as outside of it."""
+        own = self.memory
+        self.memory = own if memory is None else memory
+        try:
+            yield
+        finally:
+            self.memory = own
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like, where attention is computed elsewhere; `size` counts filler rows too."""

@@ -10,6 +10,7 @@ import inspect
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from sakiyomi.cache.recurrent import Site
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.blocks import FORMATS
 from sakiyomi.kernels.device import gpu_kernels
 from sakiyomi.kernels.elementwise import serve_gates, serve_rotary
 from sakiyomi.kernels.experts import expert_bytes, pack_experts
@@ -30,7 +32,6 @@ from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
 from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import is_linear, join_siblings, pack_linears
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization
-from sakiyomi.kernels.weight_memory import WeightMemory
 from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.latent import serve_latents
 from sakiyomi.model_executor.attention.own import serve_own
@@ -155,15 +156,10 @@ class ModelWeights:
         if self.max_context + before < positions:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
-        # Hooks of an owned model load each layer once, for packing.
-        hooked = not owned and is_offloaded(self.module)
+        hooked = not owned and is_offloaded(self.module)  # hooks of an owned model load each layer once, for packing
         self.offloaded = hooked or stream is not None
-        self.stream: WeightStream | PackedStream | None = stream
-        if hooked:
-            parts = self.module if self.encoder is None else nn.ModuleList([self.module, self.encoder.module])
-            self.stream = attach(parts, int(self.module.config.num_hidden_layers))
-        elif stream is not None and prepared is not None:
-            stream.attach(self.module, int(self.config.num_hidden_layers))
+        self.stream = _attached(self) if hooked else stream
+        _stream_layers(self)
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
@@ -367,17 +363,14 @@ class ModelWeights:
         bits = None
         if self.quantizing is not None:
             bits = self.quantizing.choose(self.module, self.encoder, self.text)
-        if isinstance(self.stream, PackedStream):
-            table.memory = self.stream.memory
         probed, self._probed = self._probed, None
         assert probed is not None
         names = {id(part): name for name, part in self.module.named_modules()}
         self.siblings = [[names[id(layer)] for layer in group] for group in probed.siblings]
-        pack_linears(self.module, table, probed.siblings, read=probed.read, free=given.owned, bits=bits)
-        table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
-        if isinstance(self.stream, PackedStream):
-            table.memory = WeightMemory()  # for heads that run beside the model
-            self.stream.attach(self.module, int(self.config.num_hidden_layers))
+        with table.packing_into(self.stream.memory if isinstance(self.stream, PackedStream) else None):
+            pack_linears(self.module, table, probed.siblings, read=probed.read, free=given.owned, bits=bits)
+            table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
+        _stream_layers(self)
         return table
 
     def changed(self) -> str | None:
@@ -393,6 +386,38 @@ def _joined(model: nn.Module, table: PackedWeights, groups: Sequence[Sequence[nn
     for group in packed:
         join_siblings(table, group)
     return [[names[id(layer)] for layer in group] for group in packed if len(group) > 1]
+
+
+def _attached(weights: ModelWeights) -> WeightStream | PackedStream | None:
+    """What reads the weights of a model that accelerate's hooks load; None: none of them are in files."""
+    encoder, module = weights.encoder, weights.module
+    parts = module if encoder is None else nn.ModuleList([module, encoder.module])
+    return attach(parts, int(module.config.num_hidden_layers))
+
+
+def _stream_layers(weights: ModelWeights) -> None:
+    """Have the layers that are packed by now read from files and dropped in every pass, if that is wanted."""
+    if isinstance(weights.stream, PackedStream):
+        weights.stream.attach(weights.module, int(weights.config.num_hidden_layers))
+
+
+def rounding_of(weights: ModelWeights) -> str | None:
+    """How weights are stored: "int8", "int4", or "Q4_1 and Q6_K blocks", the type of most bytes first; None: neither.
+
+    Blocks of plain numbers (F32, F16, BF16) are named only beside others.
+    """
+    if weights.quantization is not None:
+        return weights.quantization.kind
+    sizes: Counter[str] = Counter()
+    held: set[int] = set()  # an embedding may have the numbers of the head
+    for layer in weights.module.modules():
+        if isinstance(layer, PackedLayer) and layer.blocks is not None:
+            data = layer.tensors()["data"]
+            sizes[layer.blocks.name] += data.nbytes if data.data_ptr() not in held else 0
+            held.add(data.data_ptr())
+    if all(FORMATS[name].bits > 8 for name in sizes):
+        return None
+    return f"{' and '.join(name for name, _ in sizes.most_common())} blocks"
 
 
 def quantizes(weights: ModelWeights) -> bool:

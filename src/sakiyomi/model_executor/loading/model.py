@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,12 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, Unsupp
 from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.gguf_files import gguf_file
 from sakiyomi.core.hub import fetch
-from sakiyomi.core.memory import require_bytes
+from sakiyomi.core.memory import require_bytes, returned_when_freed
 from sakiyomi.core.model_folder import local_folder
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import check_quantization
-from sakiyomi.kernels.weight_memory import MappedMemory, WeightMemory
+from sakiyomi.kernels.weight_memory import MappedMemory
 from sakiyomi.model_executor.gguf.folder import checkpoint_of, settings_folder
 from sakiyomi.model_executor.gguf.layers import block_bytes, named_weights, read_blocks
 from sakiyomi.model_executor.loading.accelerated import read_quantized
@@ -290,10 +291,12 @@ def _as_blocks(reader: Reader, tokenizer: Any, offload: Offload | None) -> tuple
     require_bytes(others + (kept if resident is None else 0), f"the model {reader.name!r}", remedy=SMALLER)
     if offload is not None and resident is not None:
         stream = packing_stream(offload, place, kept, max(0, resident - others), reader.name)
-        native.memory = stream.memory
-    with progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes):
+    with (
+        nullcontext() if stream is None else returned_when_freed(),
+        progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes),
+        native.packing_into(None if stream is None else stream.memory),
+    ):
         made = read_blocks(weights, skeleton, native, reader.dtype)
-    native.memory = WeightMemory()  # for heads that run beside the model
     register()
     config = copy.deepcopy(reader.config)
     config.quantization_config = {"quant_method": METHOD, "layers": sorted(made.layers)}

@@ -165,8 +165,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         save_tensors(fresh / "model.safetensors", others)
         about["files"] = {path.name: file_digest(path) for path in sorted(fresh.iterdir())}
         about = json_seal(about)
-        read = {"done": stream.memory.drop} if isinstance(stream, PackedStream) else {}
-        save_tensors(fresh / WEIGHTS, tensors, **read)
+        save_tensors(fresh / WEIGHTS, tensors, done=stream.memory.drop if isinstance(stream, PackedStream) else None)
         (fresh / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
         for path in (*fresh.iterdir(), fresh):
             sync(path)
@@ -286,7 +285,7 @@ def _read_tensors(path: Path, memory: MappedMemory | None = None) -> dict[str, T
             aligned = block.data_ptr() % ALIGNED == 0
             tensor = (block if aligned else block.clone()).view(dtype).view(entry["shape"])
         found[name] = tensor
-    known = tensor_digests(found) if memory is None else tensor_digests(found, memory.drop)
+    known = tensor_digests(found, None if memory is None else memory.drop)
     for name, digest in known.items():
         digests.check(name, digest)
     digests.record(known)
