@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import rows as script
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
-from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
+from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST_NODES, AutoSize, Costs
 from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -228,9 +228,9 @@ def test_what_follows_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
     for lap in range(3):
         for i, tensor in enumerate(tensors):
             if lap > 1 or (lap and i):  # what follows the last one is known when it has followed
-                assert str(i) in stream._coming
+                assert str(i) in stream.ahead.coming
             assert torch.equal(stream.take(str(i)), tensor)
-            assert sum(stream.extents[name].nbytes for name in stream._coming) <= 6000
+            assert sum(stream.extents[name].nbytes for name in stream.ahead.coming) <= 6000
     for i in (3, 4, 9, 10, 0, 1):  # another way through them
         assert torch.equal(stream.take(str(i)), tensors[i])
     assert torch.equal(stream.rows("2", [5, 0]), tensors[2][[5, 0]])
@@ -372,7 +372,6 @@ def test_a_folder_without_room_or_rights(tmp_path: Path, monkeypatch: pytest.Mon
         ("nowhere", {}, "no folder that exists"),
         ("", {}, "expected 'auto'"),
         (7, {}, "expected 'auto'"),
-        ("disk", {"quantize": "int8"}, "leave one of the two"),
     ],
 )
 def test_values_that_cannot_be_meant(value: Any, more: dict[str, Any], says: str, folder: Path) -> None:
@@ -380,13 +379,9 @@ def test_values_that_cannot_be_meant(value: Any, more: dict[str, Any], says: str
         LLM(os.fspath(folder), "none", offload=value, **more)
 
 
-def test_pairs_and_gguf_files(folder: Path, tmp_path: Path) -> None:
+def test_pairs() -> None:
     with pytest.raises(InputError, match="a loaded model is used as it is"):
         LLM((model_of("llama"), TOKENIZER), "none", offload="disk")
-    path = tmp_path / "model.gguf"
-    path.touch()
-    with pytest.raises(UnsupportedError, match="GGUF file, which is unpacked in memory"):
-        LLM(os.fspath(path), "none", offload="disk")
 
 
 def test_a_model_that_does_not_fit_is_told_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from sakiyomi.cli.output import emit_json, note, progress, quiet
 from sakiyomi.cli.settings import ENVIRONMENT, EXPECTED, config_flag, keyword
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.memory import readable
 from sakiyomi.core.preflight import check_settings
 
 if TYPE_CHECKING:
@@ -70,10 +71,15 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     say = say or note
     with progress(f"loading {model.target}"):
         from sakiyomi.engine.llm import LLM
+        from sakiyomi.model_executor.weights import rounding_of
 
         llm = LLM(**dataclasses.asdict(model))
-    if llm.target.weights.quantization is not None:
-        say(str(llm.target.weights.quantization))
+    weights = llm.target.weights
+    if weights.quantization is not None:
+        say(str(weights.quantization))
+    elif (blocks := rounding_of(weights)) is not None:
+        size = "" if weights.bytes is None else f"; a pass reads {readable(weights.bytes)}"
+        say(f"weights in {blocks}, rows (activations) in 8 bits{size}")
     if llm.profile is not None:
         found = llm.profile
         say(

@@ -93,10 +93,22 @@ def tensor_digest(tensor: Tensor) -> str:
     return data_digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digests of many tensors by name, in several threads: hashing a mapped tensor reads it from disk."""
+def tensor_digests(tensors: Mapping[str, Tensor], done: Callable[[Tensor], object] | None = None) -> dict[str, str]:
+    """Digests of many tensors by name, in several threads: hashing a mapped tensor reads it from disk.
+
+    Args:
+        tensors: by name.
+        done: called with each of them when it was read, in these threads.
+    """
+
+    def digest(tensor: Tensor) -> str:
+        found = tensor_digest(tensor)
+        if done is not None:
+            done(tensor)
+        return found
+
     with ThreadPoolExecutor(READERS) as pool:
-        return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+        return dict(zip(tensors, pool.map(digest, tensors.values()), strict=True))
 
 
 def _table(header: Header, digests: Mapping[str, str]) -> str:
@@ -105,7 +117,13 @@ def _table(header: Header, digests: Mapping[str, str]) -> str:
     return json_digest([entries, {k: v for k, v in header.metadata.items() if k != KEY}, dict(digests)])
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def save_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    done: Callable[[Tensor], object] | None = None,
+) -> None:
     """Write a safetensors file with its digests. The caller makes the write atomic, see ``whole_file``.
 
     Equal content makes equal files, and tensors begin at multiples of 64 bytes: products of matrices that lie
@@ -115,12 +133,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         path: to write to.
         tensors: by name.
         metadata: of the file.
+        done: called with each tensor when it was read; once for its digest, and once for the file.
     """
     import torch
 
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": "pt"} | dict(metadata or {})  # transformers wants to know
-    digests = tensor_digests(own)
+    digests = tensor_digests(own, done)
     stored = {torchs: name for name, torchs in STORED.items()}
     entries = {name: {"dtype": stored[dtype_name(t.dtype)], "shape": list(t.shape)} for name, t in own.items()}
     table = _table(Header(entries, metadata, 0), digests)
@@ -137,6 +156,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             file.write(own[name].reshape(-1).view(torch.uint8).numpy().data)
+            if done is not None:
+                done(own[name])
     path.chmod(0o644)  # it may have been made private; they are there to be read by others
 
 

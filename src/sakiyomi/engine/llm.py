@@ -35,7 +35,7 @@ from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.model_executor.build import build_runner, check_compile
 from sakiyomi.model_executor.loading import load_model, stop_tokens
-from sakiyomi.model_executor.weights import is_shared
+from sakiyomi.model_executor.weights import is_shared, rounding_of
 
 Prompt = str | Sequence[int] | Chat | Audio | Tensor | ImagePrompt
 
@@ -164,7 +164,7 @@ class LLM:
 
     def __repr__(self) -> str:
         target, draft = self.target, None if self.draft is None else self.draft.name
-        kind = dtype_name(target.dtype) if target.weights.quantization is None else target.weights.quantization.kind
+        kind = rounding_of(target.weights) or dtype_name(target.dtype)
         return f"LLM({self.name!r}, draft={draft!r}, {kind} on {target.device}, context {self.max_context})"
 
     # ------------------------------------------------------------ generation

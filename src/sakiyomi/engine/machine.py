@@ -21,6 +21,7 @@ from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.variants import cpuinfo, features
 from sakiyomi.model_executor.own_forward import BY_TEXT, OwnForward
+from sakiyomi.model_executor.weights import rounding_of
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter
@@ -120,8 +121,8 @@ def costs(target: ModelRunner, drafter: Drafter | None, *, context: int = 128, r
     return {
         "context": context,
         "compiled": target.recorded() and (model is None or model.recorded()),
-        "dtype": dtype_name(target.dtype),
-        "draft_dtype": None if model is None else dtype_name(model.dtype),
+        "dtype": rounding_of(target.weights) or dtype_name(target.dtype),
+        "draft_dtype": None if model is None else rounding_of(model.weights) or dtype_name(model.dtype),
         "target_ms": {rows: 1000 * seconds for rows, seconds in passes.items()},
         "v": {rows: seconds / passes[1] for rows, seconds in passes.items()},
         "draft_ms": None if draft is None else 1000 * draft,

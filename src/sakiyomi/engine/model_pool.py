@@ -143,6 +143,7 @@ class ModelPool:
                 quantize=quantize,
                 text=judging_text(loaded.model, loaded.tokenizer) if wants_text else (),
                 prepared=loaded.prepared,
+                stream=loaded.stream,
                 eviction=eviction,
                 **options,
             )

@@ -12,6 +12,7 @@ from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import Engine
+from sakiyomi.model_executor.weights import rounding_of
 
 
 class Prefixes:
@@ -30,13 +31,12 @@ class Prefixes:
         from sakiyomi.cache.policies.retaining.formats import fingerprint
 
         target = self._engine.target
-        report = target.weights.quantization
         shapes = target.cache.shapes
         apart = any(len(shape.stored) < 2 for shape in shapes)  # latents, or layers that share
         return {
             **fingerprint(target.module, self._engine.tokenizer),
             "dtype": dtype_name(target.dtype),
-            "quantize": str(report.kind if report is not None else None),
+            "quantize": str(rounding_of(target.weights)),
             "cache": without_place(self._cache),
             "kv_budget": str(self._kv_budget),
             "chunk_size": str(self._engine.chunk_size),

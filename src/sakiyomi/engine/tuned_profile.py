@@ -22,6 +22,7 @@ from sakiyomi.core.files import cache_folder, whole_file
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.weights import rounding_of
 
 logger = logging.getLogger("sakiyomi")
 
@@ -80,7 +81,7 @@ def _setting(target: ModelRunner) -> str:
             "processor": machine.processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
             "threads": torch.get_num_threads(),
             "dtype": str(target.dtype),
-            "quantize": None if target.weights.quantization is None else target.weights.quantization.kind,
+            "quantize": rounding_of(target.weights),
             "exact": target.exact,
             "offloaded": target.offloaded,
             "vocabulary": target.vocab_size,

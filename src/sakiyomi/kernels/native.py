@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.blocks import FORMATS, Blocks, Parts, pack_blocks
 from sakiyomi.kernels.build import native
-from sakiyomi.kernels.weight_memory import WeightMemory
+from sakiyomi.kernels.weight_memory import MappedMemory, WeightMemory
 
 DTYPES = (torch.float32, torch.bfloat16)
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # whether numbers are bf16
@@ -82,7 +83,7 @@ def _side_by_side(weight: Tensor, together: int) -> Tensor:
 
 
 def packed_tensors(
-    weight: Tensor, bias: Tensor | None, bits: int, memory: WeightMemory | None = None
+    weight: Tensor, bias: Tensor | None, bits: int, memory: WeightMemory | MappedMemory | None = None
 ) -> dict[str, Tensor]:
     """What the kernels read of a layer, by the names in `PARTS`; weights lie in `memory`, if one is given."""
     return packed_rows(weight.detach(), bias, PACKERS[bits], memory)
@@ -92,7 +93,7 @@ def packed_rows(
     rows: Tensor,
     bias: Tensor | None,
     pack: Callable[[Tensor], dict[str, Tensor]],
-    memory: WeightMemory | None = None,
+    memory: WeightMemory | MappedMemory | None = None,
 ) -> dict[str, Tensor]:
     """The same by any packer of rows, a row of each output channel."""
     # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
@@ -110,7 +111,7 @@ def packed_rows(
     return tensors
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, memory: WeightMemory | None) -> Tensor:
+def _empty(shape: Sequence[int], dtype: torch.dtype, memory: WeightMemory | MappedMemory | None) -> Tensor:
     """Room for packed numbers, in `memory`, if one is given."""
     return torch.empty(shape, dtype=dtype) if memory is None else memory.empty(shape, dtype)
 
@@ -261,16 +262,18 @@ class PackedWeights:
         library: the loaded kernels.
         number: of the table there.
         experts: all experts of a mixture are in it.
+        memory: in which weights are packed.
     """
 
     experts = False
+    memory: WeightMemory | MappedMemory
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self.number: int = library.sk_weights()
         self._session: int = library.sk_session(self.number)
         self._held: list[Tensor] = []
-        self._memory = WeightMemory()
+        self.memory = WeightMemory()
 
     @classmethod
     def create(cls) -> PackedWeights | None:
@@ -281,6 +284,16 @@ class PackedWeights:
     def __del__(self) -> None:
         self.library.sk_free_session(self._session)
         self.library.sk_free_weights(self.number)
+
+    @contextmanager
+    def packing_into(self, memory: MappedMemory | None) -> Iterator[None]:
+        """A context in which weights are packed into this memory; None: into that of the table, as outside of it."""
+        own = self.memory
+        self.memory = own if memory is None else memory
+        try:
+            yield
+        finally:
+            self.memory = own
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like, where attention is computed elsewhere; `size` counts filler rows too."""
@@ -293,7 +306,7 @@ class PackedWeights:
         its own.
         """
         out, inner = weight.shape
-        return self.adopt(packed_tensors(weight, bias, bits, self._memory), inner, out, weight.dtype, bits)
+        return self.adopt(packed_tensors(weight, bias, bits, self.memory), inner, out, weight.dtype, bits)
 
     def adopt(
         self,
@@ -334,7 +347,7 @@ class PackedWeights:
             blocks: the format.
             split: takes rows apart.
         """
-        packed = packed_rows(data, bias, _packer(blocks.name, split), self._memory)
+        packed = packed_rows(data, bias, _packer(blocks.name, split), self.memory)
         return self.adopt(packed, inputs, len(data), dtype, FORMATS[blocks.name].bits, blocks)
 
     def add_block_embedding(
@@ -365,7 +378,7 @@ class PackedWeights:
         for i in range(count):
             for name, part in pack(i, None if biases is None else biases[i]).items():
                 if name not in tensors:
-                    tensors[name] = _empty((count, *part.shape), part.dtype, self._memory)
+                    tensors[name] = _empty((count, *part.shape), part.dtype, self.memory)
                 tensors[name][i] = part
         return tensors
 

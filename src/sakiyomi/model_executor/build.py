@@ -20,6 +20,7 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.model_executor.attention import choose_backend
 from sakiyomi.model_executor.loading.families import check_states, has_encoder
+from sakiyomi.model_executor.loading.packed_stream import PackedStream
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.own_forward import ways_of
 from sakiyomi.model_executor.positions import rope_limit
@@ -41,7 +42,7 @@ class RunnerOptions(TypedDict, total=False):
     Attributes:
         max_slots: most requests at once; 8 by default.
         exact: see ``Session``.
-        owned, prepared, quantize: see ``ModelWeights``.
+        owned, prepared, quantize, stream: see ``ModelWeights``.
         text: token ids on which quantization is measured and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
         offloaded: files that hold the cache; None: it lies in memory.
@@ -54,6 +55,7 @@ class RunnerOptions(TypedDict, total=False):
     owned: bool
     prepared: Prepared | None
     quantize: str | None
+    stream: PackedStream | None
     text: Sequence[int]
     eviction: EvictionPlan | None
     offloaded: MappedFiles | None
@@ -118,7 +120,7 @@ def _build(model: Any, *, records: bool, way: str | None = None, **options: Unpa
     latents = eviction is None and not exact and quantize is None
     read = functools.partial(ModelWeights, model, prepared=prepared, quantize=quantize, way=way, latents=latents)
     owned, text, max_context = options.get("owned", False), options.get("text", ()), options.get("max_context")
-    weights = read(owned=owned, text=text, max_context=max_context)
+    weights = read(owned=owned, text=text, max_context=max_context, stream=options.get("stream"))
     if offloaded is not None:
         _check_files(weights)
     # The first use on a machine starts in plain torch, while the kernels are being built.

@@ -10,6 +10,7 @@ import inspect
 import logging
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from sakiyomi.cache.recurrent import Site
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.blocks import FORMATS
 from sakiyomi.kernels.device import gpu_kernels
 from sakiyomi.kernels.elementwise import serve_gates, serve_rotary
 from sakiyomi.kernels.experts import expert_bytes, pack_experts
@@ -37,6 +39,7 @@ from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.encoder_decoder.judged import judge_whole
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.packed_stream import PackedStream
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import WeightStream, attach, is_offloaded
 from sakiyomi.model_executor.model_state import ModelState
@@ -85,6 +88,7 @@ class ModelWeights:
         prepared: metadata of a model whose layers are packed already; nothing is quantized then.
         quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, in layers whose error stays small.
         text: token ids on which quantization is measured.
+        stream: reads the packed layers in every pass; None: they stay in memory.
         way: one of ``own_forward.WAYS``: how texts go through the class's own forward; None: the rows of a pass run
             together on our cache.
 
@@ -94,8 +98,8 @@ class ModelWeights:
         multimodal: the class reads more than text; its encoders stay as they are.
         max_context: number of positions of the model.
         small_head: the logits of all rows of a prompt are cheap.
-        offloaded: accelerate's hooks load and free the weights of each layer; passes are eager, and cost about the same
-            for any number of rows.
+        offloaded: hooks load and free the weights of each layer; passes are eager, and cost about the same for any
+            number of rows.
         stream: reads the weights that lie in files; None: there are none.
         shapes: of the cache, by layer.
         stateful: layers that keep a state beside keys and values, see ``cache/layer_state.py``.
@@ -122,6 +126,7 @@ class ModelWeights:
         prepared: Prepared | None = None,
         quantize: str | None = None,
         text: Sequence[int] = (),
+        stream: PackedStream | None = None,
         way: str | None = None,
         latents: bool = True,
         max_context: int | None = None,
@@ -151,12 +156,10 @@ class ModelWeights:
         if self.max_context + before < positions:
             logger.warning("the context is limited to %d tokens%s", self.max_context, self.context_note)
         self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
-        # Hooks of an owned model load each layer once, for packing.
-        self.offloaded = not owned and is_offloaded(self.module)
-        self.stream: WeightStream | None = None
-        if self.offloaded:
-            parts = self.module if self.encoder is None else nn.ModuleList([self.module, self.encoder.module])
-            self.stream = attach(parts, int(self.module.config.num_hidden_layers))
+        hooked = not owned and is_offloaded(self.module)  # hooks of an owned model load each layer once, for packing
+        self.offloaded = hooked or stream is not None
+        self.stream = _attached(self) if hooked else stream
+        _stream_layers(self)
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
@@ -364,8 +367,10 @@ class ModelWeights:
         assert probed is not None
         names = {id(part): name for name, part in self.module.named_modules()}
         self.siblings = [[names[id(layer)] for layer in group] for group in probed.siblings]
-        pack_linears(self.module, table, probed.siblings, read=probed.read, free=given.owned, bits=bits)
-        table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
+        with table.packing_into(self.stream.memory if isinstance(self.stream, PackedStream) else None):
+            pack_linears(self.module, table, probed.siblings, read=probed.read, free=given.owned, bits=bits)
+            table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
+        _stream_layers(self)
         return table
 
     def changed(self) -> str | None:
@@ -381,6 +386,38 @@ def _joined(model: nn.Module, table: PackedWeights, groups: Sequence[Sequence[nn
     for group in packed:
         join_siblings(table, group)
     return [[names[id(layer)] for layer in group] for group in packed if len(group) > 1]
+
+
+def _attached(weights: ModelWeights) -> WeightStream | PackedStream | None:
+    """What reads the weights of a model that accelerate's hooks load; None: none of them are in files."""
+    encoder, module = weights.encoder, weights.module
+    parts = module if encoder is None else nn.ModuleList([module, encoder.module])
+    return attach(parts, int(module.config.num_hidden_layers))
+
+
+def _stream_layers(weights: ModelWeights) -> None:
+    """Have the layers that are packed by now read from files and dropped in every pass, if that is wanted."""
+    if isinstance(weights.stream, PackedStream):
+        weights.stream.attach(weights.module, int(weights.config.num_hidden_layers))
+
+
+def rounding_of(weights: ModelWeights) -> str | None:
+    """How weights are stored: "int8", "int4", or "Q4_1 and Q6_K blocks", the type of most bytes first; None: neither.
+
+    Blocks of plain numbers (F32, F16, BF16) are named only beside others.
+    """
+    if weights.quantization is not None:
+        return weights.quantization.kind
+    sizes: Counter[str] = Counter()
+    held: set[int] = set()  # an embedding may have the numbers of the head
+    for layer in weights.module.modules():
+        if isinstance(layer, PackedLayer) and layer.blocks is not None:
+            data = layer.tensors()["data"]
+            sizes[layer.blocks.name] += data.nbytes if data.data_ptr() not in held else 0
+            held.add(data.data_ptr())
+    if all(FORMATS[name].bits > 8 for name in sizes):
+        return None
+    return f"{' and '.join(name for name, _ in sizes.most_common())} blocks"
 
 
 def quantizes(weights: ModelWeights) -> bool:

@@ -6,7 +6,7 @@ A change that only moves whole rows also applies to blocks as they are stored (b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,11 +21,17 @@ class Change:
         undo: makes it of the file's tensors and the model's configuration.
         redo: makes the file's tensors of it.
         rows: whether ``undo`` only moves rows, and so takes bytes of blocks, too.
+        turned: the model has matrices as (in, out). ``undo`` gives, and ``redo`` takes, (out, in).
     """
 
     undo: Callable[[Sequence[Tensor], Any], Tensor]
     redo: Callable[[Tensor, Any], Sequence[Tensor]]
     rows: bool = False
+    turned: bool = False
+
+    def to_file(self, own: Tensor, config: Any) -> Sequence[Tensor]:
+        """The file's tensors of one of the model."""
+        return self.redo(own.mT if self.turned else own, config)
 
 
 def _one(undo: Callable[[Tensor, Any], Tensor], redo: Callable[[Tensor, Any], Tensor], *, rows: bool = False) -> Change:
@@ -59,7 +65,7 @@ DECAY = _one(lambda t, c: torch.log(-t), lambda t, c: -torch.exp(t))
 SQUEEZED = _one(lambda t, c: t.unsqueeze(1), lambda t, c: t.squeeze(1), rows=True)
 """Weights of a convolution over time, (channels, 1, width)."""
 ROW = _one(lambda t, c: t.reshape(1, -1), lambda t, c: t.reshape(-1), rows=True)
-TURNED = _one(lambda t, c: t.mT, lambda t, c: t.mT)
+TURNED = replace(SAME, turned=True)
 """Weights (in, out), as GPT-2 has them."""
 EXPERTS = Change(
     lambda given, config: torch.cat(list(given), dim=-2),
@@ -116,8 +122,10 @@ GROUPED = joined(_grouped, _ungrouped)
 
 
 INTERLEAVED = Change(
-    lambda given, config: torch.stack(list(given), dim=-2).flatten(-3, -2).mT,
-    lambda own, config: (own.mT[..., ::2, :], own.mT[..., 1::2, :]),
+    lambda given, config: torch.stack(list(given), dim=-2).flatten(-3, -2),
+    lambda own, config: (own[..., ::2, :], own[..., 1::2, :]),
+    rows=True,
+    turned=True,
 )
 """Gates and inputs of experts, row by row in turn, (experts, in, 2 x width)."""
 INTERLEAVED_BIAS = Change(

@@ -138,7 +138,9 @@ def _architecture(config: Any) -> tuple[str, Architecture]:
 
 
 def _form(tensor: Tensor, part: str, kind: str, layers: int) -> Any:
-    """The type of a tensor: of a matrix the one asked for, or the next finer one of which its rows are whole blocks.
+    """The type of a tensor: F32 of vectors and biases.
+
+    Of a matrix the one asked for, or the next finer one of which its rows are whole blocks.
 
     In the mixtures the head, and in the layers that need it most values and what an MLP gives, are the finer type.
     """
@@ -147,7 +149,7 @@ def _form(tensor: Tensor, part: str, kind: str, layers: int) -> Any:
     types = gguf.GGMLQuantizationType
     if not tensor.is_floating_point():
         return types.I64
-    if tensor.ndim < 2 or any(small in part for small in _SMALL):
+    if tensor.ndim < 2 or part.endswith(".bias") or any(small in part for small in _SMALL):
         return types.F32
     most, fine = TYPES[kind]
     layer = int(part.split(".")[1]) if part.startswith("blk.") else -1
@@ -280,7 +282,7 @@ def named_tensors(
         joins = [join for each, join in architecture.joins.items() if each == own and own not in back]
         if joins:
             names, change = joins[0]
-            given = change.redo(values, config)
+            given = change.to_file(values, config)
             yield from ((prefix + part, each.contiguous()) for part, each in zip(names, given, strict=True))
             continue
         leaf, _, suffix = own.rpartition(".")
@@ -288,7 +290,7 @@ def named_tensors(
         if part is None:
             raise UnsupportedError(f"the tensor {name!r} has no place in a GGUF file of {config.model_type}")
         change = architecture.changes.get(part, architecture.changes.get(part.rpartition(".")[0], SAME))
-        (found,) = change.redo(values, config)
+        (found,) = change.to_file(values, config)
         yield prefix + part, found.contiguous()
 
 

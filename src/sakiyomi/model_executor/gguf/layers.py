@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.gguf import GgufFile
 from sakiyomi.kernels.experts import expert_weights, is_experts
 from sakiyomi.kernels.native import PackedLayer, PackedLinear, PackedWeights
-from sakiyomi.kernels.pack import TURNED, is_linear
+from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.gguf.blocks import BLOCK_TYPES, add_embedding, add_experts, add_linear, share_embedding
 from sakiyomi.model_executor.gguf.config import architecture_of
 from sakiyomi.model_executor.gguf.weights import Weight, weights_of
@@ -75,22 +75,19 @@ def read_blocks(weights: list[Weight], skeleton: Any, native: PackedWeights, dty
     config, made = skeleton.config, BlockModel(native)
     modules = dict(skeleton.named_modules())
     named = {weight.name: weight for weight in weights}
-    biases = {weight.name for weight in weights if weight.name.endswith(".bias")}
     for name, weight in named.items():
         owner, _, own = name.rpartition(".")
-        module = modules.get(owner)
-        if module is None or not (blocks := _blocks(weight, config)):
+        bias = _bias_of(name, modules)
+        if bias is None or not (blocks := _blocks(weight, config)):
             continue
         kind, data = blocks
-        if own == "weight" and is_linear(module) and type(module).__name__ != TURNED[1]:
-            _check(weight, data, kind, module.weight.shape)
-            bias = f"{owner}.bias"
-            values = named[bias].numbers(config, torch.float32) if bias in biases else None
-            biases.discard(bias) if values is not None else None
+        shape = getattr(modules[owner], own).shape
+        _check(weight, data, kind, (*shape[:-2], shape[-1], shape[-2]) if weight.change.turned else shape)
+        values = named[bias].numbers(config, torch.float32) if bias in named else None
+        if own == "weight":
             made.layers[owner] = add_linear(native, kind, data, values, dtype)
-        elif is_experts(module) and own in expert_weights(module) and not _biased(module):
-            _check(weight, data, kind, getattr(module, own).shape)
-            made.layers[name] = add_experts(native, kind, data, None, dtype)
+        else:
+            made.layers[name] = add_experts(native, kind, data, values, dtype)
     _embeddings(made, named, skeleton, dtype)
     stacks = [f"{name}.{own}" for name, each in modules.items() if is_experts(each) for own in expert_weights(each)]
     native.experts = bool(stacks) and all(stack in made.layers for stack in stacks)
@@ -100,6 +97,38 @@ def read_blocks(weights: list[Weight], skeleton: Any, native: PackedWeights, dty
             made.others[name] = weight.numbers(config, dtype)
     check_shapes(weights, made.others, skeleton)
     return made
+
+
+def block_bytes(weights: list[Weight], skeleton: Any, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a model as ``read_blocks`` makes it: of what it keeps in blocks, and of everything else.
+
+    Args:
+        weights, skeleton, dtype: as of ``read_blocks``.
+    """
+    modules, kept, others = dict(skeleton.named_modules()), 0, 0
+    tied = skeleton.get_input_embeddings() if skeleton.config.tie_word_embeddings else None
+    for weight in weights:
+        kind, module = _kind(weight), modules.get(weight.name.rpartition(".")[0])
+        stored = sum(source.size for source in weight.sources)
+        if isinstance(module, nn.Embedding):
+            blocks = kind is not None and BLOCK_TYPES[kind].number_dtype is None
+            kept += stored if module is tied and not blocks else 0  # the head has them once more
+        else:
+            blocks = kind is not None and _bias_of(weight.name, modules) is not None
+        kept += stored if blocks else 0
+        others += 0 if blocks else sum(source.elements for source in weight.sources) * dtype.itemsize
+    return kept, others
+
+
+def _bias_of(name: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """What the bias of the layer with this weight is called, if it has one; None: no layer that the kernels have."""
+    owner, _, own = name.rpartition(".")
+    module = modules.get(owner)
+    if module is None:
+        return None
+    if own == "weight" and is_linear(module):
+        return f"{owner}.bias"
+    return f"{name}_bias" if is_experts(module) and own in expert_weights(module) else None
 
 
 def check_shapes(weights: list[Weight], tensors: Mapping[str, Tensor], skeleton: nn.Module) -> None:
@@ -116,22 +145,23 @@ def check_shapes(weights: list[Weight], tensors: Mapping[str, Tensor], skeleton:
 
 def _blocks(weight: Weight, config: Any) -> tuple[str, Tensor] | None:
     """The type and the bytes (..., rows, bytes) of a weight; None: its numbers have to be computed with."""
-    kinds = {source.kind for source in weight.sources}
-    if len(kinds) > 1 or not weight.change.rows or weight.sources[0].kind not in BLOCK_TYPES:
+    if (kind := _kind(weight)) is None:
         return None
     given = [torch.from_numpy(s.bytes().copy()).unflatten(0, s.shape[:-1]) for s in weight.sources if s.shape[:-1]]
     if len(given) < len(weight.sources):
         return None
-    return kinds.pop(), weight.made_of(given, config).contiguous()
+    return kind, weight.made_of(given, config).contiguous()
 
 
-def _check(weight: Weight, data: Tensor, kind: str, shape: torch.Size) -> None:
+def _kind(weight: Weight) -> str | None:
+    """The type of a weight's blocks; None: its numbers have to be computed with."""
+    kinds = {source.kind for source in weight.sources}
+    return kinds.pop() if len(kinds) == 1 and weight.change.rows and kinds <= BLOCK_TYPES.keys() else None
+
+
+def _check(weight: Weight, data: Tensor, kind: str, shape: Sequence[int]) -> None:
     width = data.shape[-1] // BLOCK_TYPES[kind].bytes * BLOCK_TYPES[kind].elements
     weight.check((*data.shape[:-1], width), shape)
-
-
-def _biased(experts: nn.Module) -> bool:
-    return any(name.endswith("_bias") for name, _ in experts.named_parameters(recurse=False))
 
 
 def _embeddings(made: BlockModel, named: dict[str, Weight], skeleton: Any, dtype: torch.dtype) -> None:

@@ -33,10 +33,11 @@ class Weight:
 
     def numbers(self, config: Any, dtype: torch.dtype) -> Tensor:
         """The tensor in this dtype."""
-        return self.made_of([numbers_of(source) for source in self.sources], config).to(dtype).contiguous()
+        made = self.made_of([numbers_of(source) for source in self.sources], config)
+        return (made.mT if self.change.turned else made).to(dtype).contiguous()
 
     def made_of(self, given: Sequence[Tensor], config: Any) -> Tensor:
-        """The tensor of these numbers, or bytes, of its sources.
+        """The tensor of these numbers, or bytes, of its sources; a matrix as (out, in).
 
         Raises:
             LoadError: their shapes do not agree with the metadata.

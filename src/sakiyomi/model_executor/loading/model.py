@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,14 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, Unsupp
 from sakiyomi.core.gguf import read_gguf
 from sakiyomi.core.gguf_files import gguf_file
 from sakiyomi.core.hub import fetch
-from sakiyomi.core.memory import require_bytes
+from sakiyomi.core.memory import require_bytes, returned_when_freed
 from sakiyomi.core.model_folder import local_folder
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import check_quantization
+from sakiyomi.kernels.weight_memory import MappedMemory
 from sakiyomi.model_executor.gguf.folder import checkpoint_of, settings_folder
-from sakiyomi.model_executor.gguf.layers import named_weights, read_blocks
+from sakiyomi.model_executor.gguf.layers import block_bytes, named_weights, read_blocks
 from sakiyomi.model_executor.loading.accelerated import read_quantized
 from sakiyomi.model_executor.loading.families import (
     check_adapter,
@@ -39,9 +41,15 @@ from sakiyomi.model_executor.loading.families import (
     read_config,
     text_config,
 )
-from sakiyomi.model_executor.loading.fit import by_layer, check_memory
+from sakiyomi.model_executor.loading.fit import by_layer, check_memory, quantized_bytes
 from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
-from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
+from sakiyomi.model_executor.loading.offload import (
+    Offload,
+    packing_stream,
+    parse_offload,
+    read_offloaded,
+    stays,
+)
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
 from sakiyomi.model_executor.loading.packed import (
     REMEDY,
@@ -55,6 +63,7 @@ from sakiyomi.model_executor.loading.packed import (
     save_packed,
     source_key,
 )
+from sakiyomi.model_executor.loading.packed_stream import PackedStream
 from sakiyomi.model_executor.loading.placeholder import METHOD, register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader, without_weights
@@ -82,6 +91,7 @@ class Loaded:
         owned: True if we loaded it: then its weights may be repacked and freed. A user's model stays as it is.
         prepared: metadata of linear layers that are packed already; None: there are none.
         save: writes the packed copy of a model that was loaded to be quantized; None where there is nothing to write.
+        stream: reads the packed layers of an offloaded model in every pass; None: there are none.
         extractor: of a speech model: makes features of samples; None where there is none.
         record: keeps a recording of the model as it runs, for the next start; None where none is to be kept.
     """
@@ -93,6 +103,7 @@ class Loaded:
     owned: bool
     prepared: Prepared | None = None
     save: Callable[[ModelRunner], object] | None = None
+    stream: PackedStream | None = None
     extractor: Any = None
     record: Callable[[ModelRunner], bool] | None = None
 
@@ -161,15 +172,20 @@ def load_model(
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
     config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
     if gguf is None and is_packed(folder):
-        _check_packed(name, packed, quantize, offload)
+        _check_packed(name, packed, quantize)
         copy_of: Path | None = folder
-        loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
+        loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config, offload=offloaded)
     else:
         files = read_checkpoint(folder, allow_pickle=allow_pickle) if gguf is None else checkpoint_of(read_gguf(gguf))
         final = wanted or _stored_dtype(config, files)
         reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, gguf, config)
-        if packed and quantize is None and offloaded is None and gguf is not None and _can_run_blocks(reader, wanted):
-            loaded, copy_of = _as_blocks(reader, tokenizer)
+        if packed and quantize is None and gguf is not None and _can_run_blocks(reader, wanted):
+            loaded, copy_of = _as_blocks(reader, tokenizer, offloaded)
+        elif offloaded is not None and gguf is not None and not quantize:
+            raise UnsupportedError(
+                f"offload={offload!r}: {name!r} is a GGUF file, whose blocks only the CPU kernels multiply as they are "
+                "stored; pass device='cpu' and leave dtype at 'auto', or pass the model's folder"
+            )
         else:
             loaded = _load(reader, tokenizer, quantize, offloaded, own)
             packs = quantize is not None and not has_encoder(config)
@@ -192,10 +208,16 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
     if quantize and hasattr(reader.config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {reader.name!r} is quantized already; leave quantize at None")
     if quantize and has_encoder(reader.config):
+        if offload is not None:
+            raise InputError(
+                f"offload={offload.where!r} with quantize={quantize!r}: {reader.name!r} is an encoder-decoder model, "
+                "whose quantized weights stay in memory; leave one of the two at None"
+            )
         check_quantization(f"quantize={quantize!r}", reader.dtype)
-    elif quantize and offload is None:
-        load = _to_be_quantized if reader.device.type == "cpu" else _by_torchao
-        return load(reader, tokenizer, quantize, own)
+    elif quantize and reader.device.type == "cpu":
+        return _to_be_quantized(reader, tokenizer, quantize, own, offload)
+    elif quantize:
+        return _by_torchao(reader, quantize, tokenizer)
     if offload is not None:
         model = read_offloaded(reader, offload)
     else:
@@ -219,16 +241,15 @@ def _check_encoder(name: str, config: Any, quantize: str | None, offload: object
         )
 
 
-def _check_packed(name: str, packed: bool, quantize: str | None, offload: object) -> None:
+def _check_packed(name: str, packed: bool, quantize: str | None) -> None:
     """Refuse what a packed copy cannot have."""
-    if offload is not None:
-        raise InputError(f"offload={offload!r}: {name!r} is a packed copy; pass the model's own folder")
     if not packed:
         raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
     if quantize:
         raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
 
 
+SMALLER = "choose a smaller file, or pass offload='auto', which leaves what does not fit on disk"
 BLOCKS = "gguf"
 """In the name of the packed copy of a GGUF file, where others say how their layers are quantized."""
 
@@ -239,7 +260,7 @@ def _can_run_blocks(reader: Reader, wanted: torch.dtype | None) -> bool:
     return reader.device.type == "cpu" and reader.dtype in dtypes and PackedWeights.create() is not None
 
 
-def _as_blocks(reader: Reader, tokenizer: Any) -> tuple[Loaded, Path]:
+def _as_blocks(reader: Reader, tokenizer: Any, offload: Offload | None) -> tuple[Loaded, Path]:
     """A model whose layers are the blocks of a GGUF file: from their packed copy, or put in the kernels' order now.
 
     Returns:
@@ -255,17 +276,27 @@ def _as_blocks(reader: Reader, tokenizer: Any) -> tuple[Loaded, Path]:
     if is_packed(place):
         try:
             loaded = _from_packed(
-                place, reader.name, tokenizer, reader.dtype, reader.device, False, reader.config, key=key
-            )
+                place, reader.name, tokenizer, reader.dtype, reader.device, False, reader.config, key=key,
+                offload=offload,
+            )  # fmt: skip
             return loaded, place
         except LoadError as error:
             logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
-    require_bytes(reader.checkpoint.stored_bytes, f"the model {reader.name!r}", remedy="choose a smaller file")
     native = PackedWeights.create()
     assert native is not None, "see _can_run_blocks"
     weights = named_weights(read_gguf(file), reader.config, reader.name)
-    with progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes):
-        made = read_blocks(weights, without_weights(reader.config, reader.dtype), native, reader.dtype)
+    skeleton = without_weights(reader.config, reader.dtype)
+    kept, others = block_bytes(weights, skeleton, reader.dtype)
+    resident, stream = stays(offload, kept + others), None
+    require_bytes(others + (kept if resident is None else 0), f"the model {reader.name!r}", remedy=SMALLER)
+    if offload is not None and resident is not None:
+        stream = packing_stream(offload, place, kept, max(0, resident - others), reader.name)
+    with (
+        nullcontext() if stream is None else returned_when_freed(),
+        progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes),
+        native.packing_into(None if stream is None else stream.memory),
+    ):
+        made = read_blocks(weights, skeleton, native, reader.dtype)
     register()
     config = copy.deepcopy(reader.config)
     config.quantization_config = {"quant_method": METHOD, "layers": sorted(made.layers)}
@@ -275,10 +306,11 @@ def _as_blocks(reader: Reader, tokenizer: Any) -> tuple[Loaded, Path]:
     save = functools.partial(
         save_packed, place=place, source=reader.folder, key=key, config=reader.config, tokenizer=tokenizer
     )
-    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save), place
+    loaded = Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=True, prepared=prepared, save=save)
+    return replace(loaded, stream=stream), place
 
 
-def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -> Loaded:
+def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool, offload: Offload | None) -> Loaded:
     """A packed copy, else a model whose layers are on disk as far as they can be, and what saves its packed copy."""
     name, folder, dtype = reader.name, reader.folder, reader.dtype
     check_quantization(f"quantize={quantize!r}", dtype)
@@ -288,20 +320,25 @@ def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -
     if is_packed(copy):
         try:
             code, config = reader.trust_remote_code, reader.config
-            return _from_packed(copy, name, tokenizer, dtype, reader.device, code, config, key=key)
+            return _from_packed(copy, name, tokenizer, dtype, reader.device, code, config, key=key, offload=offload)
         except LoadError as error:
             logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
     layered = by_layer(reader)
     if not layered:
         check_memory(reader)
-    check_memory(reader, quantize=quantize)
+    size = quantized_bytes(reader, quantize) if offload is not None else 0
+    resident, stream = stays(offload, size), None
+    if offload is not None and resident is not None:
+        stream = packing_stream(offload, copy, size, resident, name)
+    else:
+        check_memory(reader, quantize=quantize)
     model = reader.read_later() if layered else reader.read()
     source = None if reader.gguf else folder
     save = functools.partial(save_packed, place=copy, source=source, key=key, config=reader.config, tokenizer=tokenizer)
-    return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save)
+    return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save, stream=stream)
 
 
-def _by_torchao(reader: Reader, tokenizer: Any, quantize: str, own: bool = False) -> Loaded:
+def _by_torchao(reader: Reader, quantize: str, tokenizer: Any) -> Loaded:
     """A model that is quantized on its GPU while it is read, and what that changed."""
     if reader.gguf is not None:
         raise UnsupportedError(
@@ -326,6 +363,7 @@ def _from_packed(
     config: Any,
     *,
     key: str | None = None,
+    offload: Offload | None = None,
 ) -> Loaded:
     about = read_about(folder, key)
     stored = parse_dtype(about["dtype"])
@@ -341,11 +379,14 @@ def _from_packed(
     if key is None:  # else the model itself was asked for, and this is known
         check_quantization(f"the packed model {name!r}", stored)
     checkpoint, size = packed_files(folder)
-    require_bytes(size, f"the packed model {name!r}", remedy="free memory, or choose a smaller model")
+    resident, others = stays(offload, size), checkpoint.stored_bytes
+    stream = None if resident is None else PackedStream(MappedMemory(), stays=max(0, resident - others))
+    remedy = "free memory, choose a smaller model, or pass offload='auto', which leaves what does not fit on disk"
+    require_bytes(size if stream is None else others, f"the packed model {name!r}", remedy=remedy)
     register()
     reader = Reader(name, folder, checkpoint, stored, device, trust_remote_code, config=config)
-    model, prepared = read_packed(folder, about, reader.read)
-    return Loaded(model.eval(), tokenizer, name, folder, owned=True, prepared=prepared)
+    model, prepared = read_packed(folder, about, reader.read, None if stream is None else stream.memory)
+    return Loaded(model.eval(), tokenizer, name, folder, owned=True, prepared=prepared, stream=stream)
 
 
 def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:

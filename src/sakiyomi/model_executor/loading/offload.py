@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
-from sakiyomi.core.gguf_files import gguf_file
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
+from sakiyomi.kernels.weight_memory import MappedMemory
 from sakiyomi.model_executor.loading.fit import by_layer
+from sakiyomi.model_executor.loading.packed_stream import PackedStream
 from sakiyomi.model_executor.loading.reader import Reader, without_weights
 from sakiyomi.model_executor.loading.stream import hooks
 
@@ -41,7 +42,6 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
 
     Raises:
         InputError: the value is unknown, or excludes another option.
-        UnsupportedError: the target is a GGUF file.
     """
     if value is None:
         return None
@@ -52,15 +52,10 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
             f"offload={value!r}: a loaded model is used as it is; load it with device_map= and offload_folder=, or "
             "pass its folder"
         )
-    if gguf_file(os.fspath(target)) is not None:
-        raise UnsupportedError(
-            f"offload={value!r}: {os.fspath(target)!r} is a GGUF file, which is unpacked in memory as a whole; pass "
-            "the model's folder in Hugging Face format"
-        )
-    if quantize is not None:
+    if quantize is not None and device.type != "cpu":
         raise InputError(
-            f"offload={value!r} with quantize={quantize!r}: quantized weights are packed, and stay in memory; leave "
-            "one of the two at None"
+            f"offload={value!r} with quantize={quantize!r} on '{device}': weights quantized on a GPU stay there; leave "
+            "one of the two at None, or pass device='cpu'"
         )
     if value == "cpu" and device.type == "cpu":
         raise InputError(
@@ -114,12 +109,7 @@ def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, A
                 f"to be written to disk once more, about {readable(size)}; pass a folder for them: "
                 "offload='/large/disk'"
             ) from error
-    free = shutil.disk_usage(offload.folder).free
-    if size > free:
-        raise MemoryLimitError(
-            f"the offloaded weights of {reader.name!r} take {readable(size)} and {offload.folder} has {readable(free)} "
-            "free; free some, or pass another folder as offload"
-        )
+    _check_room(offload.folder, size, reader.name)
     try:
         own = tempfile.mkdtemp(prefix="sakiyomi-offload-", dir=offload.folder)
     except OSError as error:
@@ -135,6 +125,47 @@ def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, A
         raise
     weakref.finalize(_map_of(model), shutil.rmtree, own, ignore_errors=True)
     return model
+
+
+def _check_room(folder: Path, size: int, name: str) -> None:
+    """Refuse what does not fit on a disk."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise MemoryLimitError(
+            f"the offloaded weights of {name!r} take {readable(size)} and {folder} has {readable(free)} "
+            "free; free some, or pass another folder as offload"
+        )
+
+
+def stays(offload: Offload | None, size: int) -> int | None:
+    """How many bytes of a packed model of this size stay in memory; None: all of them."""
+    if offload is None or offload.where != "auto":
+        return None if offload is None else 0
+    room = int(ROOM["cpu"] * available_bytes())
+    return None if size <= room else room
+
+
+def packing_stream(offload: Offload, place: Path, size: int, resident: int, name: str) -> PackedStream:
+    """For a model that is packed now: its layers lie in a file without a name, in the given folder or beside the copy.
+
+    Args:
+        offload: the option.
+        place: of the packed copy to be.
+        size: bytes of the packed layers.
+        resident: bytes that stay in memory.
+        name: what the user called the model.
+
+    Raises:
+        MemoryLimitError: too little space in the folder.
+        LoadError: the folder cannot be written to.
+    """
+    folder = offload.folder or place.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder, size, name)
+        return PackedStream(MappedMemory(folder), stays=resident)
+    except OSError as error:
+        raise LoadError(f"nothing can be written to {folder} ({error}); pass another folder as offload") from error
 
 
 def _map_of(model: Any) -> Any:

@@ -49,6 +49,8 @@ from sakiyomi.kernels.experts import serve_experts
 from sakiyomi.kernels.native import PARTS, PackedEmbedding, PackedLayer, PackedWeights, can_pack
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
+from sakiyomi.kernels.weight_memory import MappedMemory
+from sakiyomi.model_executor.loading.packed_stream import PackedStream
 from sakiyomi.model_executor.loading.placeholder import METHOD
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import DTYPES
@@ -128,7 +130,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         key: its ``source_key``.
         config, tokenizer: of the model.
     """
-    module, report = packed.module, packed.weights.quantization
+    module, report, stream = packed.module, packed.weights.quantization, packed.weights.stream
     held = {name: child for name, child in module.named_modules() if isinstance(child, PackedLayer)}
     layers = dict(sorted(held.items(), key=lambda item: item[1].index))  # as they are read again
     tensors = _unshared(layer_tensors(layers))
@@ -163,7 +165,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         save_tensors(fresh / "model.safetensors", others)
         about["files"] = {path.name: file_digest(path) for path in sorted(fresh.iterdir())}
         about = json_seal(about)
-        save_tensors(fresh / WEIGHTS, tensors)
+        save_tensors(fresh / WEIGHTS, tensors, done=stream.memory.drop if isinstance(stream, PackedStream) else None)
         (fresh / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
         for path in (*fresh.iterdir(), fresh):
             sync(path)
@@ -253,8 +255,10 @@ def _replace(fresh: Path, place: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path, memory: MappedMemory | None = None) -> dict[str, Tensor]:
     """Tensors of a safetensors file, mapped, so that processes of a machine share them; each compared with its digest.
+
+    With ``memory`` their pages are dropped again, and can be dropped later.
 
     The kernels want tensors to begin at multiples of 64 bytes; those that do not, in files of older versions and where
     sizes are odd, are copied.
@@ -262,9 +266,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     digests = Digests.of(path)
     start = digests.header.start
     found: dict[str, Tensor] = {}
-    with path.open("rb") as file:
-        # A private copy of what is written to: nothing is, but torch wants to be able to.
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    file = path.open("rb", buffering=0)
+    # A private copy of what is written to: nothing is, but torch wants to be able to.
+    pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if memory is None:
+        file.close()
+    else:
+        memory.hold(file, pages)
     for name, entry in digests.header.entries.items():
         first, end = (start + offset for offset in entry["data_offsets"])
         if end > len(pages):
@@ -277,7 +285,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             aligned = block.data_ptr() % ALIGNED == 0
             tensor = (block if aligned else block.clone()).view(dtype).view(entry["shape"])
         found[name] = tensor
-    known = tensor_digests(found)
+    known = tensor_digests(found, None if memory is None else memory.drop)
     for name, digest in known.items():
         digests.check(name, digest)
     digests.record(known)
@@ -345,13 +353,16 @@ def packed_files(folder: Path) -> tuple[Checkpoint, int]:
         return checkpoint, checkpoint.stored_bytes + (folder / WEIGHTS).stat().st_size
 
 
-def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) -> tuple[Any, Prepared]:
+def read_packed(
+    folder: Path, about: dict[str, Any], read: Callable[[], Any], memory: MappedMemory | None = None
+) -> tuple[Any, Prepared]:
     """A packed model, and its metadata.
 
     Args:
         folder: of the packed copy.
         about: of ``read_about``.
         read: gives the transformers model of this folder, placeholders where packed layers belong.
+        memory: maps the file of the layers so that their pages can be dropped; None: they stay.
 
     Raises:
         LoadError: a file is damaged, or does not belong to the others.
@@ -360,7 +371,7 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
         model = read()
         if model.config.quantization_config.layers != sorted(about["layers"]):
             raise ValueError(f"config.json names other layers than {ABOUT}")
-    layers, prepared = read_layers(folder, about)
+    layers, prepared = read_layers(folder, about, memory=memory)
     put_layers(model, layers)
     return model, prepared
 
@@ -374,7 +385,7 @@ def put_layers(model: Any, layers: Mapping[str, PackedLayer]) -> None:
 
 
 def read_layers(
-    folder: Path, about: dict[str, Any], order: Sequence[str] | None = None
+    folder: Path, about: dict[str, Any], order: Sequence[str] | None = None, *, memory: MappedMemory | None = None
 ) -> tuple[dict[str, PackedLayer], Prepared]:
     """The packed layers of a copy by name, and the metadata of the model; all files are compared with their digests.
 
@@ -382,6 +393,7 @@ def read_layers(
         folder: of the packed copy.
         about: of ``read_about``.
         order: of the layers in the kernels' tables; None: any.
+        memory: as of ``read_packed``.
 
     Raises:
         LoadError: a file is damaged, or does not belong to the others.
@@ -392,7 +404,7 @@ def read_layers(
     with _intact(folder), ThreadPoolExecutor(1, "digests") as pool:
         # Copies of older versions have no digests of these files.
         others = pool.submit(_check_files, folder, about.get("files", {}))
-        tensors = _read_tensors(folder / WEIGHTS)
+        tensors = _read_tensors(folder / WEIGHTS, memory)
         others.result()
         packed: dict[str, PackedLayer] = {}
         for name in about["layers"] if order is None else order:

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -26,9 +25,9 @@ from torch import Tensor, nn
 from sakiyomi.core.checkpoint import Header, read_header
 from sakiyomi.core.dtypes import STORED
 from sakiyomi.core.errors import LoadError
+from sakiyomi.model_executor.loading.read_ahead import ReadAhead, fetch
 
 OPEN = 64  # most files that are kept open
-CHUNK = 1 << 17  # bytes that the system is asked to read at a time: of more it may only read the first part
 SMALL = 1 << 16  # bytes; a tensor up to this size (a norm, a bias) stays in memory after it was read
 DTYPES = {name: getattr(torch, own) for name, own in STORED.items()}
 
@@ -65,20 +64,18 @@ class WeightStream:
         ahead: most bytes that the system reads ahead; at least one tensor.
 
     Attributes:
+        ahead: reads the next tensors.
         bytes_read: bytes of all tensors that were taken so far.
     """
 
     def __init__(self, extents: Mapping[str, Extent], *, ahead: int) -> None:
         self.extents = dict(extents)
         self.bytes_read = 0
-        self._budget = ahead
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="sakiyomi-weights")
+        sizes = {name: extent.nbytes for name, extent in self.extents.items()}
+        self.ahead = ReadAhead(sizes, self._fetch, budget=ahead)
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
         self._opening = threading.Lock()
-        self._coming: OrderedDict[str, None] = OrderedDict()  # tensors that the system reads ahead
         self._small: dict[str, Tensor] = {}
-        self._next: dict[str, str] = {}
-        self._last: str | None = None
         weakref.finalize(self, _close, self._files)
 
     @property
@@ -98,20 +95,13 @@ class WeightStream:
                 self._small[name] = self._mapped(extent).to(extent.wanted, copy=True)
                 self.bytes_read += extent.nbytes
             return self._small[name]
-        if name in self._coming:
-            del self._coming[name]
-        else:  # the first pass, or one with another order
-            self._coming.clear()
-        if self._last is not None:
-            self._next[self._last] = name
-        self._last = name
+        self.ahead.note(name)
         try:
             tensor = self._mapped(extent)
         except LoadError:
-            self._coming.clear()
-            self._last = None
+            self.ahead.forget()
             raise
-        self._look_ahead(name)
+        self.ahead.look(name)
         self.bytes_read += extent.nbytes
         return tensor.to(extent.wanted)
 
@@ -126,24 +116,9 @@ class WeightStream:
         self.bytes_read += found.nbytes
         return found.to(extent.wanted)
 
-    def _look_ahead(self, name: str) -> None:
-        """Have the system read the tensors that followed this one the last time."""
-        waiting = sum(self.extents[coming].nbytes for coming in self._coming)
-        at = self._next.get(next(reversed(self._coming), name))
-        while at is not None and at not in self._coming:
-            waiting += self.extents[at].nbytes
-            if self._coming and waiting > self._budget:
-                break
-            self._coming[at] = None
-            if hasattr(os, "posix_fadvise"):
-                self._reader.submit(self._fetch, self.extents[at])
-            at = self._next.get(at)
-
-    def _fetch(self, extent: Extent) -> None:
-        """Have the system read a tensor. An error occurs again when the tensor is taken."""
-        file = self._open(extent.path).fileno()
-        for offset in range(extent.offset, extent.offset + extent.nbytes, CHUNK):
-            os.posix_fadvise(file, offset, CHUNK, os.POSIX_FADV_WILLNEED)
+    def _fetch(self, name: str) -> None:
+        extent = self.extents[name]
+        fetch(self._open(extent.path).fileno(), extent.offset, extent.nbytes)
 
     def _mapped(self, extent: Extent) -> Tensor:
         if not extent.nbytes:
