@@ -40,7 +40,7 @@ from sakiyomi.model_executor.loading.families import (
     text_config,
 )
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory
-from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
+from sakiyomi.model_executor.loading.folder import light_tokenizer, read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
 from sakiyomi.model_executor.loading.packed import (
@@ -150,7 +150,7 @@ def load_model(
         return config
 
     gguf = gguf_file(name)
-    folder = local_folder(name) if gguf is None else settings_folder(gguf)
+    folder, backend = (local_folder(name), None) if gguf is None else settings_folder(gguf)
     own = gguf is None and folder is not None and not in_package(folder)
     recorded = recorded and place.type == "cpu" and not (offloaded or trust_remote_code or allow_pickle)
     if folder is None:
@@ -159,21 +159,24 @@ def load_model(
         whole = functools.partial(load_model, name, dtype=dtype, device=place, quantize=quantize, packed=packed)
         if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
-    config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
+    config = config_of(folder)
+    light = recorded and gguf is not None
+    tokenizer = light_tokenizer(folder, backend) if light else read_tokenizer(folder, trust_remote_code)
     if gguf is None and is_packed(folder):
         _check_packed(name, packed, quantize, offload)
         copy_of: Path | None = folder
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config)
     else:
-        files = read_checkpoint(folder, allow_pickle=allow_pickle) if gguf is None else checkpoint_of(read_gguf(gguf))
+        file = None if gguf is None else read_gguf(gguf, vocabulary=False)
+        files = read_checkpoint(folder, allow_pickle=allow_pickle) if file is None else checkpoint_of(file)
         final = wanted or _stored_dtype(config, files)
-        reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, gguf, config)
-        if packed and quantize is None and offloaded is None and gguf is not None and _can_run_blocks(reader, wanted):
+        reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, file, config)
+        if packed and quantize is None and offloaded is None and file is not None and _can_run_blocks(reader, wanted):
             loaded, copy_of = _as_blocks(reader, tokenizer)
         else:
             loaded = _load(reader, tokenizer, quantize, offloaded, own)
             packs = quantize is not None and not has_encoder(config)
-            copy_of = copy_place(gguf or folder, quantize, final, beside=own) if quantize and packs else None
+            copy_of = copy_place(reader.place, quantize, final, beside=own) if quantize and packs else None
     record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
@@ -250,7 +253,7 @@ def _as_blocks(reader: Reader, tokenizer: Any) -> tuple[Loaded, Path]:
     if reader.dtype is torch.float16:
         reader = replace(reader, dtype=torch.bfloat16)
     key = source_key(reader.folder, reader.checkpoint)
-    place = copy_place(file, BLOCKS, reader.dtype, beside=False)
+    place = copy_place(reader.place, BLOCKS, reader.dtype, beside=False)
     remove_leftovers(place)
     if is_packed(place):
         try:
@@ -263,8 +266,8 @@ def _as_blocks(reader: Reader, tokenizer: Any) -> tuple[Loaded, Path]:
     require_bytes(reader.checkpoint.stored_bytes, f"the model {reader.name!r}", remedy="choose a smaller file")
     native = PackedWeights.create()
     assert native is not None, "see _can_run_blocks"
-    weights = named_weights(read_gguf(file), reader.config, reader.name)
-    with progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes):
+    weights = named_weights(file, reader.config, reader.name)
+    with progress(f"packing {reader.place.name} for the kernels", size=reader.checkpoint.stored_bytes):
         made = read_blocks(weights, without_weights(reader.config, reader.dtype), native, reader.dtype)
     register()
     config = copy.deepcopy(reader.config)
@@ -283,7 +286,7 @@ def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -
     name, folder, dtype = reader.name, reader.folder, reader.dtype
     check_quantization(f"quantize={quantize!r}", dtype)
     key = source_key(folder, reader.checkpoint)
-    copy = copy_place(reader.gguf or folder, quantize, dtype, beside=own)
+    copy = copy_place(reader.place, quantize, dtype, beside=own)
     remove_leftovers(copy)
     if is_packed(copy):
         try:
