@@ -76,10 +76,13 @@ class GgufTensor:
         return math.prod(self.shape)
 
     def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor as it is stored, mapped: (product of all dimensions but the last, bytes of a row)."""
+        """The tensor as it is stored, mapped: (product of all dimensions but the last, bytes of a row).
+
+        What is written to it does not reach the file: torch takes no arrays that cannot be written.
+        """
         rows = math.prod(self.shape[:-1])
         shape = (rows, self.size // max(rows, 1))
-        return np.memmap(self.path, dtype=np.uint8, mode="r", offset=self.start, shape=shape)
+        return np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.start, shape=shape)
 
 
 @dataclass(frozen=True)

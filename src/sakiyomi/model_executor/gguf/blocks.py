@@ -236,7 +236,7 @@ def add_linear(
     kind = BLOCK_TYPES[name]
     if kind.number_dtype is dtype:
         return table.add_linear(kind.parts(data).codes, bias)
-    return table.add_blocks(data, bias, kind.row_elements(data), dtype, Blocks(name, rounded), kind.parts)
+    return table.add_blocks(data, bias, kind.row_elements(data), dtype, Blocks(name, rounded))
 
 
 def add_embedding(
@@ -249,7 +249,7 @@ def add_embedding(
         scale: by which rows are multiplied.
     """
     kind = BLOCK_TYPES[name]
-    layer = table.add_blocks(data, None, kind.row_elements(data), dtype, Blocks(name, rounded=False), kind.parts)
+    layer = table.add_blocks(data, None, kind.row_elements(data), dtype, Blocks(name, rounded=False))
     return share_embedding(table, layer, scale=scale)
 
 
@@ -270,4 +270,4 @@ def add_experts(
         stack = kind.parts(data.flatten(0, 1)).codes.unflatten(0, data.shape[:2])
         return table.add_experts(stack, biases)
     inputs = kind.row_elements(data)
-    return table.add_block_experts(data, biases, inputs, dtype, Blocks(name, rounded), kind.parts)
+    return table.add_block_experts(data, biases, inputs, dtype, Blocks(name, rounded))

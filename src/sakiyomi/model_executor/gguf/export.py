@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +73,22 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
     name, architecture = _architecture(model.config)
     metadata = {f"{name}.{key}": value for key, value in _metadata(model.config, architecture).items()}
     metadata |= _vocabulary(tokenizer, int(model.config.vocab_size))
-    with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}"):
-        _write(fresh, name, metadata, model, kind)
+    with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}") as shown:
+        _write(fresh, name, metadata, model, kind, lambda part: shown.update(f"writing {path.name}: {part}"))
         _check_settings(model.config, build_config(read_gguf(fresh)))
 
 
-def _write(path: Path, name: str, metadata: Mapping[str, Any], model: Any, kind: str) -> None:
+def _write(
+    path: Path, name: str, metadata: Mapping[str, Any], model: Any, kind: str, tell: Callable[[str], object]
+) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(path, name)
     try:
         for key, value in metadata.items():
             _add(writer, key, value)
-        for part, tensor in _tensors(model, ARCHITECTURES[name]):
+        for number, (part, tensor) in enumerate(_tensors(model, ARCHITECTURES[name]), 1):
+            tell(f"tensor {number}, {part}")
             form = _form(tensor, part, kind, int(model.config.num_hidden_layers))
             writer.add_tensor(part, _rounded(tensor, form), raw_dtype=form)
         writer.write_header_to_file()

@@ -119,7 +119,7 @@ def _blocks(weight: Weight, config: Any) -> tuple[str, Tensor] | None:
     kinds = {source.kind for source in weight.sources}
     if len(kinds) > 1 or not weight.change.rows or weight.sources[0].kind not in BLOCK_TYPES:
         return None
-    given = [torch.from_numpy(s.bytes().copy()).unflatten(0, s.shape[:-1]) for s in weight.sources if s.shape[:-1]]
+    given = [torch.from_numpy(s.bytes()).unflatten(0, s.shape[:-1]) for s in weight.sources if s.shape[:-1]]
     if len(given) < len(weight.sources):
         return None
     return kinds.pop(), weight.made_of(given, config).contiguous()
