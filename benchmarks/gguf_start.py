@@ -2,10 +2,10 @@
 
     python benchmarks/gguf_start.py SMALL.gguf FOLDER --rounds 3
 
-Each start is a process of its own, `sakiyomi generate` of 30 tokens: the first one on a cache folder that holds only the
-kernels, the second one with what the first has left there. Targets are interleaved; medians are printed. Memory is that
-after the text, less that of a process which has imported the same modules and run nothing: private pages, and pages of
-mapped files, which processes share. The peak is that of the whole start. The last line is one JSON object.
+Each start is a process of its own, `sakiyomi generate` of 30 tokens: the first one on a cache folder that holds only
+the kernels, the second one with what the first has left there. Targets are interleaved; medians are printed. Memory is
+that after the text, less that of a process which has imported the same modules and run nothing: private pages, and
+pages of mapped files, which processes share. The peak is that of the whole start. The last line is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers rounded to K formats by the kernels: as near as those that torch rounds, and the same but where guesses tie."""
+"""Numbers rounded to K formats by the kernels: as near as torch rounds them, and the same but where guesses tie."""
 
 from __future__ import annotations
 
