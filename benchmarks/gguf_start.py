@@ -42,8 +42,7 @@ from sakiyomi.cli import main
 from sakiyomi.engine import llm
 kept, record = {{}}, llm.LLM.record
 def noting(self):
-    cache = self.target.cache
-    kept.update(pages(), cache=sum(t.nbytes for t in vars(cache).values() if hasattr(t, "nbytes")))
+    kept.update(pages(), cache=self.target.cache.bytes)
     record(self)
 llm.LLM.record = noting
 leave = os._exit

@@ -75,7 +75,7 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
     metadata |= _vocabulary(tokenizer, int(model.config.vocab_size))
     with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}") as shown:
         _write(fresh, name, metadata, model, kind, lambda part: shown.update(f"writing {path.name}: {part}"))
-        _check_settings(model.config, build_config(read_gguf(fresh)))
+        _check_settings(model.config, build_config(read_gguf(fresh, vocabulary=False)))
 
 
 def _write(
