@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from real_tokenizers import NAMES, built, examples
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.gguf import GgufFile
+from sakiyomi.model_executor.gguf import folder as folders
 from sakiyomi.model_executor.gguf.tokenizer import GgufTokenizer, build_tokenizer
+from sakiyomi.model_executor.loading.folder import light_tokenizer, read_tokenizer
+from sakiyomi.model_executor.loading.recorded_tokenizer import KNOWN, _answers, recorded_tokenizer
 from toys import tiny_tokenizer
 
 NORMAL, CONTROL, USER = 1, 3, 4
@@ -89,6 +94,46 @@ def test_pieces_are_merged_by_score() -> None:
     assert made.backend.decode(ids(made, "ab é b")) == "ab é b"
     bare = build_tokenizer(pieces(add_space_prefix=False, add_bos_token=False, add_eos_token=True))
     assert ids(bare, "ab", special=True) == [vocabulary["ab"], 2]
+
+
+def light(made: GgufTokenizer, folder: Path, *, fresh: bool) -> Any:
+    """The tokenizer that a start from a file uses: the one just made, or the one that is kept."""
+    config: Any = SimpleNamespace(save_pretrained=lambda place: None, pad_token_id=None)
+    folders._write(folder, config, made, folder / "m.gguf")
+    return light_tokenizer(folder, made.backend if fresh else None)
+
+
+def check_light(found: Any, folder: Path) -> None:
+    whole = read_tokenizer(folder, trust_remote_code=False)
+    assert {name: getattr(found, name) for name in KNOWN} == {name: getattr(whole, name) for name in KNOWN}
+    assert list(_answers(found)) == list(_answers(whole))
+    assert vars(found)["_whole"] is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_tokenizer_says_nothing_else(name: str, tmp_path: Path) -> None:
+    check_light(light(built(name), tmp_path, fresh=True), tmp_path)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("given", [
+    byte_level(chat_template="one"), byte_level(pre="llama-bpe", bos_token_id=0, padding_token_id=7),
+    pieces(add_bos_token=False, add_eos_token=True, **{"chat_template.tool_use": "two", "chat_template": "one"}),
+], ids=["bytes", "named", "pieces"])  # fmt: skip
+def test_a_start_needs_no_tokenizer_of_transformers(given: GgufFile, fresh: bool, tmp_path: Path) -> None:
+    made = build_tokenizer(given)
+    found = light(made, tmp_path, fresh=fresh)
+    check_light(found, tmp_path)
+    (tmp_path / "copy").mkdir()
+    found.save_pretrained(tmp_path / "copy")
+    kept = AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert list(_answers(kept)) == list(_answers(found)) and kept.chat_template == found.chat_template
+    assert recorded_tokenizer(found, tmp_path) == ({name: getattr(found, name) for name in KNOWN}, None)
+    found.add_tokens(["fox and hen"])  # all else is transformers' own, and a change is recorded
+    found.save_pretrained(tmp_path / "copy")
+    assert "fox and hen" in (tmp_path / "copy/tokenizer.json").read_text(encoding="utf-8")
+    _, backend = recorded_tokenizer(found, tmp_path)
+    assert backend is not None and b"fox and hen" in backend
 
 
 def test_chat_templates() -> None:

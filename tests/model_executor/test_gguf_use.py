@@ -50,6 +50,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every start is the first one of its test; the compiled kernels stay where they are."""
     for module in (folder, packed, recording):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.delenv("SAKIYOMI_RECORD")
 
 
 # ---------------------------------------------------------------- rows in 8 bits

@@ -138,7 +138,7 @@ def test_a_full_cache_folder(sound: Path, tmp_path: Path, monkeypatch: pytest.Mo
             full()
 
     monkeypatch.setattr(folders, "_write", half)
-    place = settings_folder(sound)
+    place, _ = settings_folder(sound)
     assert (place / "tokenizer.json").is_file() and not place.is_relative_to(cache)
     assert list((cache / "gguf").iterdir()) == [] and removed == [(shutil.rmtree, place)]
     monkeypatch.setattr(folders, "_write", full)

@@ -152,14 +152,14 @@ def test_experts_and_states(kind: str, tmp_path: Path) -> None:
 
 def test_only_the_layers_at_work_are_in_memory(tmp_path: Path) -> None:
     """At both starts, and while they load; the size of the rest does not matter."""
-    target = written(tmp_path / "m.gguf", tiny_llama(dim=256, layers=6))
+    target = written(tmp_path / "m.gguf", tiny_llama(dim=256, layers=12))
     for llm in starts(target):
         layers = {id(part): part for part in llm.target.module.modules() if isinstance(part, PackedLayer)}
         sizes = [sum(t.nbytes for t in layer.tensors().values()) for layer in layers.values()]
         held = resident(tmp_path / "cache")
         assert held < sum(sizes) / 8, "what was packed or read at load stays in memory"
         # q, k and v are computed together, and gate and up
-        assert most_resident(llm, tmp_path / "cache") <= 2 * max(sizes) + 8 * PAGE < sum(sizes) / 3
+        assert most_resident(llm, tmp_path / "cache") <= 2 * max(sizes) + 16 * PAGE < sum(sizes) / 3
         assert resident(tmp_path / "cache") < sum(sizes) / 8
         del llm
         gc.collect()

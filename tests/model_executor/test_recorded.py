@@ -147,6 +147,7 @@ def tales(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recording, "cache_folder", lambda: folder)
         patch.setattr(recording, "SHIPPED", "none")
+        patch.delenv("SAKIYOMI_RECORD")
         plain = LLM("tales", "auto")
         text = plain.generate("Once upon a time", GREEDY).token_ids
         assert not isinstance(plain.target.module, RecordedModel) and plain.record()

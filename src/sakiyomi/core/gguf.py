@@ -76,10 +76,13 @@ class GgufTensor:
         return math.prod(self.shape)
 
     def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The tensor as it is stored, mapped: (product of all dimensions but the last, bytes of a row)."""
+        """The tensor as it is stored, mapped: (product of all dimensions but the last, bytes of a row).
+
+        What is written to it does not reach the file: torch takes no arrays that cannot be written.
+        """
         rows = math.prod(self.shape[:-1])
         shape = (rows, self.size // max(rows, 1))
-        return np.memmap(self.path, dtype=np.uint8, mode="r", offset=self.start, shape=shape)
+        return np.memmap(self.path, dtype=np.uint8, mode="c", offset=self.start, shape=shape)
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class GgufFile:
 
     Attributes:
         paths: its file, or its pieces in order.
-        metadata: values by key: numbers, texts, and lists of both (long lists of numbers as arrays of numpy).
+        metadata: values by key: numbers, texts, and lists of both (long lists of numbers as arrays of numpy); without
+            lists of texts where they were not read.
         tensors: by name.
     """
 
@@ -107,15 +111,19 @@ class GgufFile:
         return 1 + max((int(found[1]) for name in self.tensors if (found := LAYER.fullmatch(name))), default=-1)
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf(path: Path, *, vocabulary: bool = True) -> GgufFile:
     """Read the metadata and the list of tensors of a GGUF file, or of all pieces of a model of which it is one.
+
+    Args:
+        path: of the file.
+        vocabulary: read lists of texts, too: tokens and merges, which take nearly all of the time and the memory.
 
     Raises:
         LoadError: it is damaged or cut off, is none, or a piece is missing.
         UnsupportedError: a version or byte order that is not read.
     """
     paths = pieces(path)
-    files = [_Parser(each).parse() for each in paths]
+    files = [_Parser(each, vocabulary).parse() for each in paths]
     metadata = files[0].metadata
     tensors: dict[str, GgufTensor] = {}
     for file in files:
@@ -135,8 +143,8 @@ def read_gguf(path: Path) -> GgufFile:
 class _Parser:
     """Reads the head of one file. Every length is checked before memory is taken for it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, vocabulary: bool) -> None:
+        self.path, self.vocabulary = path, vocabulary
         try:
             self.data: Any = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
         except OSError as error:
@@ -162,7 +170,8 @@ class _Parser:
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self.text("a key")
-            metadata[key] = self.value(key, self.number("<I"), 0)
+            if (value := self.value(key, self.number("<I"), 0)) is not None:
+                metadata[key] = value
         listed = [self.tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
@@ -199,7 +208,7 @@ class _Parser:
         return name, kind, shape, offset
 
     def value(self, key: str, kind: int, depth: int) -> Any:
-        """The value of a key, of this type."""
+        """The value of a key, of this type; None: a list of texts that is not wanted."""
         if kind == _STRING:
             return self.text(key)
         if kind != _ARRAY:
@@ -209,7 +218,7 @@ class _Parser:
         inner, count = self.number("<I"), self.number("<Q")
         if inner == _STRING:
             self.check(count, 8, f"texts of {key}")
-            return self.texts(count, key)
+            return self.texts(count, key) if self.vocabulary or depth else self.skip(count, key)
         if inner == _ARRAY:
             self.check(count, 12, f"lists of {key}")
             if depth == _DEEPEST:
@@ -234,6 +243,18 @@ class _Parser:
             place = stop
         self.place = place
         return [each.decode("utf-8", "replace") for each in found]
+
+    def skip(self, count: int, key: str) -> None:
+        """Go past so many texts."""
+        view, place, last = self.view, self.place, len(self.view) - 8
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if place > last:
+                self.cut(key)
+            place += 8 + length_at(view, place)[0]
+        if place > len(view):
+            self.cut(key)
+        self.place = place
 
     def form(self, key: str, kind: int) -> np.dtype[Any]:
         """Form of a number of this type."""

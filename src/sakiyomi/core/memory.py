@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from sakiyomi.core.errors import InputError, MemoryLimitError
 
@@ -152,10 +153,12 @@ def returned_when_freed() -> Iterator[None]:
     """Inside, freed blocks of 1 MB and more go back to the system immediately (with glibc; elsewhere nothing changes).
 
     By default glibc keeps them for the next ones of their size. A model that is packed layer by layer then leaves holes
-    between what stays: 1.2 GB of packed weights took 3.9 GB.
+    between what stays: 1.2 GB of packed weights took 3.9 GB. At the end all pages that hold nothing go back, those from
+    before, too: a tokenizer of 262,144 tokens, 95 MB, is read with 180 MB that are freed in small blocks.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if set_option is None:
+    system: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    set_option, trim = getattr(system, "mallopt", None), getattr(system, "malloc_trim", None)
+    if set_option is None or trim is None:
         yield
         return
     set_option(_MMAP_THRESHOLD, 1 << 20)
@@ -163,6 +166,7 @@ def returned_when_freed() -> Iterator[None]:
         yield
     finally:
         set_option(_MMAP_THRESHOLD, 32 << 20)  # the value that glibc itself would reach
+        trim(0)
 
 
 def _group_headroom() -> int | None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.core.files import whole_file
-from sakiyomi.core.progress import progress
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, EagleOptions
 from sakiyomi.drafters.head_files import check_size
@@ -72,10 +70,10 @@ def write_head(path: Path, file: EagleFile | BlockFile, target: Any, tokenizer: 
     if isinstance(options, EagleOptions):
         name, called, architecture = "eagle3", "draft-eagle3", _EAGLE
         strange = _strange_head(options, tensors, config)
-        own = {"target_hidden_size": options.target_size, "norm_before_residual": options.norm_before_residual}
-        own["norm_before_fc"] = options.norm_before_fc
+        own: dict[str, Any] = {"target_hidden_size": options.target_size}
+        own |= {"norm_before_residual": options.norm_before_residual, "norm_before_fc": options.norm_before_fc}
     else:
-        strange = _strange_block(file, options, config)
+        strange = _strange_block(cast(BlockFile, file), options, config)
         if options.anchored and not options.markov:  # only files with a Markov head guess from the first row
             tensors |= {
                 _BEFORE: torch.zeros(vocab, 1),
@@ -95,8 +93,7 @@ def write_head(path: Path, file: EagleFile | BlockFile, target: Any, tokenizer: 
         metadata["tokenizer.ggml.mask_token_id"] = options.mask
     in_model = {part if part == HEAD_WEIGHT else f"model.{part}": tensor for part, tensor in tensors.items()}
     parts = list(named_tensors(in_model, config, architecture)) + ([] if tokens is None else [("d2t", tokens)])
-    with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}"):
-        write_file(fresh, name, metadata, parts, kind, int(config.num_hidden_layers))
+    write_file(path, name, metadata, parts, kind, int(config.num_hidden_layers))
     return called
 
 

@@ -246,7 +246,8 @@ class LLM:
         alone = is_chat(messages)
         dialogue = Dialogue(self.tokenizer, chat_template, processor=self.processor)
         how = Rendering(tools, chat_template_kwargs or {}, "begun" if continue_final_message else "new")
-        found = self.generate([dialogue.prompt(chat, how) for chat in ([messages] if alone else messages)], params)
+        chats: Any = [messages] if alone else messages
+        found = self.generate([dialogue.prompt(chat, how) for chat in chats], params)
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0) -> Iterator[Step]:

@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "arrange.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "growth.h"
@@ -34,6 +35,7 @@
 #include "norms.h"
 #include "program.h"
 #include "prompt.h"
+#include "quantize.h"
 #include "recurrent.h"
 #include "round.h"
 #include "row.h"
@@ -621,6 +623,14 @@ int64_t sk_weight(int64_t w, const void* data, const float* bias, const float* s
   weights.push_back({data, bias, scale, sum, (const bf16*)scales, in, out, half != 0, {}, form, grouped && form->scaled()});
   return (int64_t)weights.size() - 1;
 }
+
+// Rows of a GGUF file in a block format, in the order in which sk_weight takes them.
+void sk_arrange(int64_t type, const void* rows, int64_t count, int64_t in, void* to) {
+  arrange(*block_format(type), (const uint8_t*)rows, count, in, (uint8_t*)to);
+}
+
+// Blocks of 256 numbers rounded to Q4_K, Q5_K or Q6_K, by their bits.
+void sk_quantize(int bits, const float* numbers, int64_t blocks, void* to) { quantize(bits, numbers, blocks, (uint8_t*)to); }
 
 // Rows of a weight in a block format by their numbers, outside of a pass. 0: one of them is none.
 int sk_look_up(int64_t w, int64_t index, const int64_t* numbers, int64_t count, void* to) {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.blocks import FORMATS, Blocks, Parts, pack_blocks
+from sakiyomi.kernels.blocks import FORMATS, Blocks
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.weight_memory import MappedMemory, WeightMemory
 
@@ -86,23 +86,13 @@ def packed_tensors(
     weight: Tensor, bias: Tensor | None, bits: int, memory: WeightMemory | MappedMemory | None = None
 ) -> dict[str, Tensor]:
     """What the kernels read of a layer, by the names in `PARTS`; weights lie in `memory`, if one is given."""
-    return packed_rows(weight.detach(), bias, PACKERS[bits], memory)
-
-
-def packed_rows(
-    rows: Tensor,
-    bias: Tensor | None,
-    pack: Callable[[Tensor], dict[str, Tensor]],
-    memory: WeightMemory | MappedMemory | None = None,
-) -> dict[str, Tensor]:
-    """The same by any packer of rows, a row of each output channel."""
     # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
     tensors: dict[str, Tensor] = {}
     at: dict[str, int] = {}
-    for piece in rows.split(PIECE):
-        for name, part in pack(piece).items():
+    for piece in weight.detach().split(PIECE):
+        for name, part in PACKERS[bits](piece).items():
             if name not in tensors:
-                count = len(part) if len(piece) == len(rows) else -(-len(rows) * len(part) // PIECE)
+                count = len(part) if len(piece) == len(weight) else -(-len(weight) * len(part) // PIECE)
                 tensors[name], at[name] = _empty((count, *part.shape[1:]), part.dtype, memory), 0
             tensors[name][at[name] : at[name] + len(part)] = part
             at[name] += len(part)
@@ -118,15 +108,6 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, memory: WeightMemory | Mapp
 
 PACKERS: dict[int, Callable[[Tensor], dict[str, Tensor]]] = {16: pack_weight, 8: pack_bytes, 4: pack_halves}
 """By bits of a weight; 16 stands for "as it is"."""
-
-
-Split = Callable[[Tensor], Parts]
-"""Takes rows of a file, uint8 `(rows, bytes)`, apart."""
-
-
-def _packer(name: str, split: Split) -> Callable[[Tensor], dict[str, Tensor]]:
-    """Packs rows in a block format, uint8 `(out, bytes)`."""
-    return lambda rows: {"data": pack_blocks(name, split(rows))}
 
 
 class PackedLayer(nn.Module):
@@ -335,52 +316,56 @@ class PackedWeights:
         return PackedEmbedding(index, in_features, out_features, dtype, blocks, {"data": tensors["data"]}, self, scale)
 
     def add_blocks(
-        self, data: Tensor, bias: Tensor | None, inputs: int, dtype: torch.dtype, blocks: Blocks, split: Split
+        self, data: Tensor, bias: Tensor | None, inputs: int, dtype: torch.dtype, blocks: Blocks
     ) -> PackedLinear:
         """Pack a weight in a block format; no number changes.
 
         Args:
-            data: its rows, uint8 `(out, bytes)`.
+            data: its rows as in the file, uint8 `(out, bytes)`.
             bias: of the layer, or none.
             inputs: numbers of a row.
             dtype: of the layer's rows.
             blocks: the format.
-            split: takes rows apart.
         """
-        packed = packed_rows(data, bias, _packer(blocks.name, split), self.memory)
-        return self.adopt(packed, inputs, len(data), dtype, FORMATS[blocks.name].bits, blocks)
+        tensors = self._arranged(data[None], bias, inputs, blocks)
+        return self.adopt(
+            tensors | {"data": tensors["data"][0]}, inputs, len(data), dtype, FORMATS[blocks.name].bits, blocks
+        )
 
     def add_block_embedding(
-        self, data: Tensor, inputs: int, dtype: torch.dtype, blocks: Blocks, split: Split, scale: float
+        self, data: Tensor, inputs: int, dtype: torch.dtype, blocks: Blocks, scale: float
     ) -> PackedEmbedding:
         """The same of an embedding, by whose ``scale`` its rows are multiplied."""
-        packed = packed_rows(data, None, _packer(blocks.name, split), self._memory)
-        return self.adopt_embedding(packed, inputs, len(data), dtype, blocks, scale)
+        made = self._arranged(data[None], None, inputs, blocks)["data"][0]
+        return self.adopt_embedding({"data": made}, inputs, len(data), dtype, blocks, scale)
 
     def add_block_experts(
-        self, data: Tensor, biases: Tensor | None, inputs: int, dtype: torch.dtype, blocks: Blocks, split: Split
+        self, data: Tensor, biases: Tensor | None, inputs: int, dtype: torch.dtype, blocks: Blocks
     ) -> PackedExperts:
         """The same of all experts, `data` being `(count, out, bytes)`."""
-        made = self._stacked(len(data), biases, lambda i, bias: packed_rows(data[i], bias, _packer(blocks.name, split)))
-        return self.adopt_experts(made, inputs, data.shape[1], dtype, FORMATS[blocks.name].bits, blocks)
+        tensors = self._arranged(data, biases, inputs, blocks)
+        return self.adopt_experts(tensors, inputs, data.shape[1], dtype, FORMATS[blocks.name].bits, blocks)
+
+    def _arranged(self, data: Tensor, bias: Tensor | None, inputs: int, blocks: Blocks) -> dict[str, Tensor]:
+        """What the kernels read of weights `(count, out, bytes)`: of each 32 output channels one block after the other,
+        a header and the codes of 32 inputs after 32 inputs, see blocks.h.
+        """
+        form, (count, out, _) = FORMATS[blocks.name], data.shape
+        made = self.memory.empty((count, -(-out // BLOCK), form.size(BLOCK, inputs)), torch.uint8)
+        for given, to in zip(data.contiguous(), made, strict=True):
+            self.library.sk_arrange(form.number, given.data_ptr(), out, inputs, to.data_ptr())
+        return {"data": made} | ({} if bias is None else {"bias": bias.detach().to(torch.float32, copy=True)})
 
     def add_experts(self, weights: Tensor, biases: Tensor | None, *, bits: int = 16) -> PackedExperts:
         """Pack the weights `(count, out, in)` and biases `(count, out)` of all experts, as `add_linear` does one."""
         count, out, inner = weights.shape
-        tensors = self._stacked(count, biases, lambda i, bias: packed_tensors(weights[i], bias, bits))
-        return self.adopt_experts(tensors, inner, out, weights.dtype, bits)
-
-    def _stacked(
-        self, count: int, biases: Tensor | None, pack: Callable[[int, Tensor | None], dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """What the kernels read of so many experts, each packed by itself."""
         tensors: dict[str, Tensor] = {}
         for i in range(count):
-            for name, part in pack(i, None if biases is None else biases[i]).items():
+            for name, part in packed_tensors(weights[i], None if biases is None else biases[i], bits).items():
                 if name not in tensors:
                     tensors[name] = _empty((count, *part.shape), part.dtype, self.memory)
                 tensors[name][i] = part
-        return tensors
+        return self.adopt_experts(tensors, inner, out, weights.dtype, bits)
 
     def adopt_experts(
         self,

@@ -236,7 +236,7 @@ def add_linear(
     kind = BLOCK_TYPES[name]
     if kind.number_dtype is dtype:
         return table.add_linear(kind.parts(data).codes, bias)
-    return table.add_blocks(data, bias, kind.row_elements(data), dtype, Blocks(name, rounded), kind.parts)
+    return table.add_blocks(data, bias, kind.row_elements(data), dtype, Blocks(name, rounded))
 
 
 def add_embedding(
@@ -250,7 +250,7 @@ def add_embedding(
     """
     kind = BLOCK_TYPES[name]
     blocks = Blocks(name, rounded=False)
-    return table.add_block_embedding(data, kind.row_elements(data), dtype, blocks, kind.parts, scale)
+    return table.add_block_embedding(data, kind.row_elements(data), dtype, blocks, scale)
 
 
 def share_embedding(table: PackedWeights, layer: PackedLinear, *, scale: float = 1.0) -> PackedEmbedding:
@@ -270,4 +270,4 @@ def add_experts(
         stack = kind.parts(data.flatten(0, 1)).codes.unflatten(0, data.shape[:2])
         return table.add_experts(stack, biases)
     inputs = kind.row_elements(data)
-    return table.add_block_experts(data, biases, inputs, dtype, Blocks(name, rounded), kind.parts)
+    return table.add_block_experts(data, biases, inputs, dtype, Blocks(name, rounded))

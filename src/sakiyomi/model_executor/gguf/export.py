@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,38 +73,54 @@ def write_gguf(path: Path, model: Any, tokenizer: Any, kind: str) -> None:
     kind, config = check_type(kind), model.config
     name, architecture = _architecture(config)
     metadata = settings(config, name, architecture) | vocabulary(tokenizer, int(config.vocab_size))
-    with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}"):
-        write_file(fresh, name, metadata, _tensors(model, architecture), kind, int(config.num_hidden_layers))
-        _check_settings(config, build_config(read_gguf(fresh)))
+    layers = int(config.num_hidden_layers)
+
+    def check(fresh: Path) -> None:
+        _check_settings(config, build_config(read_gguf(fresh, vocabulary=False)))
+
+    write_file(path, name, metadata, _tensors(model, architecture), kind, layers, check)
 
 
 def write_file(
-    path: Path, name: str, metadata: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]], kind: str, layers: int
+    path: Path,
+    name: str,
+    metadata: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    kind: str,
+    layers: int,
+    check: Callable[[Path], object] = lambda fresh: None,
 ) -> None:
     """Write metadata and tensors.
 
     Args:
-        path: of the file.
+        path: of the file to be; it is there whole, or not at all.
         name: of its architecture.
         metadata: by their full names.
         tensors: by their names in the file, float32 or int64.
         kind: one of ``TYPES``.
         layers: of the model.
+        check: of the written file, before it takes its name.
+
+    Raises:
+        LoadError: it cannot be written.
     """
     import gguf
 
-    writer = gguf.GGUFWriter(path, name)
-    try:
-        for key, value in metadata.items():
-            _add(writer, key, value)
-        for part, tensor in tensors:
-            form = _form(tensor, part, kind, layers)
-            writer.add_tensor(part, _rounded(tensor, form), raw_dtype=form)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    with whole_file(path, "choose another place") as fresh, progress(f"writing {path.name}") as shown:
+        writer = gguf.GGUFWriter(fresh, name)
+        try:
+            for key, value in metadata.items():
+                _add(writer, key, value)
+            for number, (part, tensor) in enumerate(tensors, 1):
+                shown.update(f"writing {path.name}: tensor {number}, {part}")
+                form = _form(tensor, part, kind, layers)
+                writer.add_tensor(part, _rounded(tensor, form), raw_dtype=form)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
+        check(fresh)
 
 
 def _check_settings(config: Any, read: Any) -> None:

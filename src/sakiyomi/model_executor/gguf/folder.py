@@ -14,7 +14,7 @@ import tempfile
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.checkpoint import GGUF_NOTE, Checkpoint
 from sakiyomi.core.digests import json_digest
@@ -26,14 +26,20 @@ from sakiyomi.core.version import __version__
 from sakiyomi.model_executor.gguf.config import build_config
 from sakiyomi.model_executor.gguf.tokenizer import GgufTokenizer, build_tokenizer
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def settings_folder(path: Path) -> Path:
+def settings_folder(path: Path) -> tuple[Path, Tokenizer | None]:
     """The folder with configuration, generation settings and tokenizer of a GGUF file; it is made where there is none.
 
     Args:
         path: of the file, or of one of its pieces.
+
+    Returns:
+        The folder, and the tokenizer where it was made now: to read it takes as long as to make it.
 
     Raises:
         LoadError: the file is damaged, or holds no model or no tokenizer.
@@ -43,7 +49,7 @@ def settings_folder(path: Path) -> Path:
     key = json_digest([__version__, version("transformers"), str(path.resolve()), *states])[:16]
     place = cache_folder() / "gguf" / f"{path.stem}-{key}"
     if (place / "config.json").is_file():
-        return place
+        return place, None
     file = read_gguf(path)
     config, tokenizer = build_config(file), build_tokenizer(file)
     fresh = partial(place)
@@ -53,11 +59,11 @@ def settings_folder(path: Path) -> Path:
         with suppress(OSError):  # which is raised where another process was faster
             fresh.rename(place)
     except OSError as error:
-        return _for_this_process(config, tokenizer, path, error)
+        return _for_this_process(config, tokenizer, path, error), tokenizer.backend
     finally:  # Ctrl-C comes here, too
         shutil.rmtree(fresh, ignore_errors=True)
     _remove_older(place, path)
-    return place
+    return place, tokenizer.backend
 
 
 def _for_this_process(config: Any, tokenizer: GgufTokenizer, path: Path, reason: OSError) -> Path:

@@ -147,7 +147,7 @@ def _blocks(weight: Weight, config: Any) -> tuple[str, Tensor] | None:
     """The type and the bytes (..., rows, bytes) of a weight; None: its numbers have to be computed with."""
     if (kind := _kind(weight)) is None:
         return None
-    given = [torch.from_numpy(s.bytes().copy()).unflatten(0, s.shape[:-1]) for s in weight.sources if s.shape[:-1]]
+    given = [torch.from_numpy(s.bytes()).unflatten(0, s.shape[:-1]) for s in weight.sources if s.shape[:-1]]
     if len(given) < len(weight.sources):
         return None
     return kind, weight.made_of(given, config).contiguous()

@@ -2,17 +2,20 @@
 
 A group of numbers becomes codes, a scale and, in Q4_K and Q5_K, a minimum: least squares under several first guesses,
 the numbers weighted by their size. Groups of a block of 256 share two scales in 16 bits, of which each has a part.
+The kernels (quantize.h) do so; where there are none, torch does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from sakiyomi.core.gguf import BLOCKS
+from sakiyomi.kernels.build import native
 
 _BLOCK = 256
 _GUESSES = torch.linspace(0.88, 1.06, 7).tolist()
@@ -29,14 +32,14 @@ def quantize_k(kind: str, values: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]
     Returns:
         Its bytes, (..., bytes of a row).
     """
-    pieces = values.reshape(-1, _BLOCK).split(_PIECE // _BLOCK)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # many small operators, on pieces that stay in a core's cache
-    try:
-        with ThreadPoolExecutor(threads, "quantize") as pool:
-            made = torch.cat(list(pool.map(K_FORMATS[kind], pieces)))
-    finally:
-        torch.set_num_threads(threads)
+    blocks = values.reshape(-1, _BLOCK)
+    library = native()
+    if library is None:
+        made = torch.cat([K_FORMATS[kind](piece) for piece in blocks.split(_PIECE // _BLOCK)])
+    else:
+        made = torch.empty((len(blocks), _SIZES[kind]), dtype=torch.uint8)
+        given = blocks.contiguous()
+        library.sk_quantize(int(kind[1]), given.data_ptr(), len(blocks), made.data_ptr())
     return made.view(*values.shape[:-1], -1).numpy()
 
 
@@ -56,13 +59,14 @@ def _q6_k(blocks: Tensor) -> Tensor:
     whole = _half(scales.abs().amax(1) / 127)
     parts = _divided(scales, whole[:, None]).round().clamp(-128, 127)
     steps = (whole[:, None] * parts)[..., None]
-    codes = (_divided(groups, steps).round().clamp(-32, 31) + 32).to(torch.uint8).flatten(1)
+    codes = ((groups * _inverse(steps)).round().clamp(-32, 31) + 32).to(torch.uint8).flatten(1)
     factors = parts.to(torch.int8).view(torch.uint8)
     return torch.cat([_packed(codes & 15, 4, 64), _packed(codes >> 4, 2, 32), factors, _bytes(whole)], 1)
 
 
 K_FORMATS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
-"""Blocks of 256 numbers, float32 (N, 256), to their bytes, uint8 (N, bytes)."""
+"""Blocks of 256 numbers, float32 (N, 256), to their bytes, uint8 (N, bytes), by torch."""
+_SIZES = {name: width for name, block, width in BLOCKS.values() if block == _BLOCK}
 
 
 # ---------------------------------------------------------------- fitting
@@ -76,7 +80,7 @@ def _with_minimum(blocks: Tensor, most: int) -> tuple[Tensor, Tensor]:
     parts = _divided(scales, whole[:, None]).round().clamp(0, 63).to(torch.uint8)
     low_parts = _divided(lows, whole_low[:, None]).round().clamp(0, 63).to(torch.uint8)
     steps, below = whole[:, None] * parts, whole_low[:, None] * low_parts
-    codes = _divided(groups + below[..., None], steps[..., None]).round().clamp(0, most).to(torch.uint8).flatten(1)
+    codes = ((groups + below[..., None]) * _inverse(steps[..., None])).round().clamp(0, most).to(torch.uint8).flatten(1)
     rest = (parts[:, 4:] & 15) | (low_parts[:, 4:] & 15) << 4
     first = parts[:, :4] | (parts[:, 4:] >> 4) << 6
     second = low_parts[:, :4] | (low_parts[:, 4:] >> 4) << 6
@@ -91,7 +95,7 @@ def _fitted(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     scales, lows = torch.zeros_like(best), torch.zeros_like(best)
     for guess in _GUESSES:
         step = (high - low) / most * guess
-        codes = _divided(groups - low, step).round().clamp(0, most)
+        codes = ((groups - low) * _inverse(step)).round().clamp(0, most)
         total, sum_x = weights.sum(-1), (weights * groups).sum(-1)
         sum_q, sum_qq = (weights * codes).sum(-1), (weights * codes * codes).sum(-1)
         sum_qx = (weights * codes * groups).sum(-1)
@@ -119,7 +123,7 @@ def _best(groups: Tensor, steps: Sequence[Tensor], least: int, most: int) -> Ten
     best = torch.full(groups.shape[:-1], torch.inf)
     scales = torch.zeros_like(best)
     for step in steps:
-        codes = _divided(groups, step).round().clamp(least, most)
+        codes = (groups * _inverse(step)).round().clamp(least, most)
         scale = _divided((weights * codes * groups).sum(-1), (weights * codes * codes).sum(-1))
         error = (weights * (scale[..., None] * codes - groups).square()).sum(-1)
         better = error < best
@@ -131,6 +135,11 @@ def _divided(first: Tensor, second: Tensor) -> Tensor:
     """The quotient; 0 where the divisor is."""
     zero = second == 0
     return torch.where(zero, 0.0, first / torch.where(zero, 1.0, second))
+
+
+def _inverse(numbers: Tensor) -> Tensor:
+    """1 / each of them; 0 where it is 0."""
+    return _divided(torch.ones(()), numbers)
 
 
 # ---------------------------------------------------------------- bytes

@@ -119,7 +119,7 @@ def _vocabulary(file: GgufFile) -> _Vocabulary:
     if len(numbers) < len(given) or "" in numbers:
         given = [text if text and numbers[text] == n else f"[EMPTY_{n}]" for n, text in enumerate(given)]
         numbers = {text: number for number, text in enumerate(given)}
-    types = [int(each) for each in read("token_type", [_NORMAL] * len(given))]
+    types = list(map(int, read("token_type", [_NORMAL] * len(given))))
     if len(types) != len(given):
         raise LoadError(f"{path} has {len(given)} tokens and {len(types)} types of tokens; download it again")
     return _Vocabulary(kind, given, numbers, types, read)
@@ -130,7 +130,7 @@ def _vocabulary(file: GgufFile) -> _Vocabulary:
 
 def _byte_level(vocabulary: _Vocabulary, path: Path) -> tuple[Tokenizer, bool, bool]:
     """Bytes, written as printable characters, merged by rank within words. Also whether texts are begun and ended."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 
     table = _pre_tokenizers()
     name = vocabulary.read("pre", "default")
@@ -141,7 +141,7 @@ def _byte_level(vocabulary: _Vocabulary, path: Path) -> tuple[Tokenizer, bool, b
         )
     merges = _merges(vocabulary, path)
     whole = name in table["whole_words"]
-    tokenizer = Tokenizer(models.BPE(vocabulary.numbers, merges, ignore_merges=whole))
+    tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=whole))
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in found["expressions"]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         *cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -165,13 +165,23 @@ def _merges(vocabulary: _Vocabulary, path: Path) -> list[tuple[str, str]]:
     given = vocabulary.read("merges")
     if not given:
         raise LoadError(f"{path} has a vocabulary without its merges; get another file, or {_FOLDER}")
-    places = [pair.find(" ", 1) for pair in given]
-    pairs = [(pair[:place], pair[place + 1 :]) for pair, place in zip(given, places, strict=True)]
+    pairs = [(pair[: (place := pair.find(" ", 1))], pair[place + 1 :]) for pair in given]
     known = vocabulary.numbers
-    found = [pair for pair in pairs if pair[0] in known and pair[1] in known and pair[0] + pair[1] in known]
-    if not found:
+    if not any(one in known and other in known and one + other in known for one, other in pairs):
         raise LoadError(f"{path} has {len(pairs)} merges, and none of them joins two of its tokens; download it again")
-    return found
+    return pairs
+
+
+def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **how: Any) -> Any:
+    """A model of merges. Those with a token that the vocabulary does not have are left out; most files have none."""
+    from tokenizers import models
+
+    known = vocabulary.numbers
+    try:
+        return models.BPE(known, merges, **how)
+    except Exception:  # bare, and for any reason: a further one is raised again
+        merges = [pair for pair in merges if pair[0] in known and pair[1] in known and pair[0] + pair[1] in known]
+        return models.BPE(known, merges, **how)
 
 
 def _characters(vocabulary: _Vocabulary, path: Path) -> tuple[Tokenizer, bool, bool]:
@@ -201,12 +211,11 @@ def _scored(vocabulary: _Vocabulary, path: Path) -> tuple[Tokenizer, bool, bool]
 
 
 def _sentence_piece(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, prefix: bool) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, normalizers
 
     unknown = vocabulary.read("unknown_token_id", 0)
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary.numbers, merges, unk_token=vocabulary.tokens[unknown], fuse_unk=True, byte_fallback=True)
-    )
+    how = {"unk_token": vocabulary.tokens[unknown], "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(_bpe(vocabulary, merges, **how))
     spaces = normalizers.Replace(" ", _SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -255,19 +264,13 @@ def _with_special_tokens(
 
     ends = _ends(vocabulary)
     tokens, types = vocabulary.tokens, vocabulary.types
-    special = {n for n, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)} | set(ends)
+    named = _named(vocabulary)
+    marked = {n for n, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)}
+    special = marked | {*ends, *(vocabulary.numbers[text] for text in named.values())}
     user = [n for n, kind in enumerate(types) if kind == _USER and n not in special]
     backend.add_special_tokens([AddedToken(tokens[n], special=True, normalized=False) for n in sorted(special)])
     backend.add_tokens([AddedToken(tokens[n], normalized=False) for n in user])
 
-    named: dict[str, Any] = {}
-    for name, key in _NAMED.items():
-        number = vocabulary.read(f"{key}_token_id")
-        if number is not None and 0 <= number < len(tokens):
-            named[name] = tokens[number]
-    if vocabulary.kind == "llama":  # whose files may leave out what SentencePiece always has
-        for name, number in (("unk_token", 0), ("bos_token", 1), ("eos_token", 2)):
-            named.setdefault(name, tokens[number])
     begun = vocabulary.read("add_bos_token", begun) or vocabulary.kind == "gemma4"
     ended = vocabulary.read("add_eos_token", ended)
     bos, eos = named.get("bos_token"), named.get("eos_token")
@@ -282,6 +285,19 @@ def _with_special_tokens(
     settings: dict[str, Any] = named | {"clean_up_tokenization_spaces": False}
     settings |= _templates(file)
     return GgufTokenizer(backend, settings, vocabulary.numbers.get(bos) if bos else None, ends)
+
+
+def _named(vocabulary: _Vocabulary) -> dict[str, str]:
+    """Special tokens that have a name; transformers takes each for one, whatever its type says."""
+    named: dict[str, str] = {}
+    for name, key in _NAMED.items():
+        number = vocabulary.read(f"{key}_token_id")
+        if number is not None and 0 <= number < len(vocabulary.tokens):
+            named[name] = vocabulary.tokens[number]
+    if vocabulary.kind == "llama":  # whose files may leave out what SentencePiece always has
+        for name, number in (("unk_token", 0), ("bos_token", 1), ("eos_token", 2)):
+            named.setdefault(name, vocabulary.tokens[number])
+    return named
 
 
 def _ends(vocabulary: _Vocabulary) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class Weight:
 
 def numbers_of(source: GgufTensor) -> Tensor:
     """A tensor of a file in float32, in its shape."""
-    return dequantize(source.kind, torch.from_numpy(source.bytes().copy())).view(source.shape)
+    return dequantize(source.kind, torch.from_numpy(source.bytes())).view(source.shape)
 
 
 def weights_of(file: GgufFile, architecture: Architecture, config: Any) -> tuple[list[Weight], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.core.model_folder import TOKENIZER_REMEDY, check_tokenizer, local_folder
 from sakiyomi.model_executor.loading.families import has_encoder, read_config, text_config
 from sakiyomi.model_executor.loading.reader import quiet
+from sakiyomi.model_executor.loading.recorded_tokenizer import FileTokenizer
 
 logger = logging.getLogger("sakiyomi")
 
@@ -32,12 +34,31 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         check_tokenizer(folder)
     try:
         with quiet():
-            if (
-                folder / GGUF_NOTE
-            ).is_file():  # whose tokenizer is whole; AutoTokenizer puts a model's usual one in its place
+            if is_of_gguf(folder):  # its tokenizer is whole; AutoTokenizer puts a model's usual one in its place
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
+        raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {TOKENIZER_REMEDY}") from error
+
+
+def is_of_gguf(folder: Path) -> bool:
+    """Whether a folder was made of a GGUF file."""
+    return (folder / GGUF_NOTE).is_file()
+
+
+def light_tokenizer(folder: Path, backend: Any = None) -> FileTokenizer:
+    """The tokenizer of a folder made of a GGUF file; transformers' own is read when something else asks for it.
+
+    Args:
+        folder: of ``settings_folder``.
+        backend: of the package tokenizers, where it is at hand.
+
+    Raises:
+        LoadError: it cannot be read.
+    """
+    try:
+        return FileTokenizer(folder, functools.partial(read_tokenizer, folder, trust_remote_code=False), backend)
+    except Exception as error:  # the package tokenizers raises bare Exception
         raise LoadError(f"the tokenizer in {folder} cannot be read ({one_line(error)}); {TOKENIZER_REMEDY}") from error
 
 

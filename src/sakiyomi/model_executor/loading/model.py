@@ -42,7 +42,7 @@ from sakiyomi.model_executor.loading.families import (
     text_config,
 )
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory, quantized_bytes
-from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
+from sakiyomi.model_executor.loading.folder import light_tokenizer, read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.offload import (
     Offload,
     packing_stream,
@@ -129,9 +129,8 @@ def load_model(
             tokenizer)``. A folder with the name of an embedded model is meant by ``"./tales"``.
         dtype: "auto" (as the checkpoint says), "float32", "bfloat16", "float16" or a torch dtype.
         device: "auto" (the first CUDA device if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
-        quantize: "int8" or "int4": the linear layers are to be quantized. On the CPU they come from the packed copy if
-            there is one, else they stay on disk until ``ModelRunner`` packs them, one after the other; on a GPU torchao
-            quantizes them here.
+        quantize: "int8" or "int4", of the linear layers. On the CPU they come from the packed copy if there is one,
+            else they stay on disk until ``ModelRunner`` packs them one by one; on a GPU torchao quantizes them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
         packed: whether a folder of ``save_packed`` is accepted, and blocks of a GGUF file may stay as they are. Only
             ``ModelRunner`` can run such a model.
@@ -145,7 +144,7 @@ def load_model(
         InputError: a value that makes no sense.
         LoadError: something is missing, damaged, or cannot be reached.
         UnsupportedError: a kind of model that cannot work.
-        MemoryLimitError: it does not fit; nothing was allocated.
+        MemoryLimitError: it does not fit.
     """
     wanted, place = parse_dtype(dtype), parse_device(device)
     offloaded = parse_offload(offload, place, quantize, target)
@@ -161,7 +160,7 @@ def load_model(
         return config
 
     gguf = gguf_file(name)
-    folder = local_folder(name) if gguf is None else settings_folder(gguf)
+    folder, backend = (local_folder(name), None) if gguf is None else settings_folder(gguf)
     own = gguf is None and folder is not None and not in_package(folder)
     recorded = recorded and place.type == "cpu" and not (offloaded or trust_remote_code or allow_pickle)
     if folder is None:
@@ -170,26 +169,23 @@ def load_model(
         whole = functools.partial(load_model, name, dtype=dtype, device=place, quantize=quantize, packed=packed)
         if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
-    config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
+    config = config_of(folder)
+    tokenizer = light_tokenizer(folder, backend) if recorded and gguf else read_tokenizer(folder, trust_remote_code)
     if gguf is None and is_packed(folder):
         _check_packed(name, packed, quantize)
         copy_of: Path | None = folder
         loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code, config, offload=offloaded)
     else:
-        files = read_checkpoint(folder, allow_pickle=allow_pickle) if gguf is None else checkpoint_of(read_gguf(gguf))
+        file = None if gguf is None else read_gguf(gguf, vocabulary=False)
+        files = read_checkpoint(folder, allow_pickle=allow_pickle) if file is None else checkpoint_of(file)
         final = wanted or _stored_dtype(config, files)
-        reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, gguf, config)
-        if packed and quantize is None and gguf is not None and _can_run_blocks(reader, wanted):
+        reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, file, config)
+        if packed and quantize is None and file is not None and _can_run_blocks(reader, wanted):
             loaded, copy_of = _as_blocks(reader, tokenizer, offloaded)
-        elif offloaded is not None and gguf is not None and not quantize:
-            raise UnsupportedError(
-                f"offload={offload!r}: {name!r} is a GGUF file, whose blocks only the CPU kernels multiply as they are "
-                "stored; pass device='cpu' and leave dtype at 'auto', or pass the model's folder"
-            )
         else:
             loaded = _load(reader, tokenizer, quantize, offloaded, own)
-            packs = quantize is not None and not has_encoder(config)
-            copy_of = copy_place(gguf or folder, quantize, final, beside=own) if quantize and packs else None
+            copies = None if has_encoder(config) else quantize
+            copy_of = None if copies is None else copy_place(reader.place, copies, final, beside=own)
     record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
     return replace(loaded, extractor=read_extractor(folder, config), record=record)
 
@@ -218,6 +214,11 @@ def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload
         return _to_be_quantized(reader, tokenizer, quantize, own, offload)
     elif quantize:
         return _by_torchao(reader, quantize, tokenizer)
+    if offload is not None and reader.gguf is not None:
+        raise UnsupportedError(
+            f"offload={offload.where!r}: {reader.name!r} is a GGUF file, whose blocks only the CPU kernels multiply as "
+            "they are stored; pass device='cpu' and leave dtype at 'auto', or pass the model's folder"
+        )
     if offload is not None:
         model = read_offloaded(reader, offload)
     else:
@@ -271,7 +272,7 @@ def _as_blocks(reader: Reader, tokenizer: Any, offload: Offload | None) -> tuple
     if reader.dtype is torch.float16:
         reader = replace(reader, dtype=torch.bfloat16)
     key = source_key(reader.folder, reader.checkpoint)
-    place = copy_place(file, BLOCKS, reader.dtype, beside=False)
+    place = copy_place(reader.place, BLOCKS, reader.dtype, beside=False)
     remove_leftovers(place)
     if is_packed(place):
         try:
@@ -284,7 +285,7 @@ def _as_blocks(reader: Reader, tokenizer: Any, offload: Offload | None) -> tuple
             logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
     native = PackedWeights.create()
     assert native is not None, "see _can_run_blocks"
-    weights = named_weights(read_gguf(file), reader.config, reader.name)
+    weights = named_weights(file, reader.config, reader.name)
     skeleton = without_weights(reader.config, reader.dtype)
     kept, others = block_bytes(weights, skeleton, reader.dtype)
     resident, stream = stays(offload, kept + others), None
@@ -293,7 +294,7 @@ def _as_blocks(reader: Reader, tokenizer: Any, offload: Offload | None) -> tuple
         stream = packing_stream(offload, place, kept, max(0, resident - others), reader.name)
     with (
         nullcontext() if stream is None else returned_when_freed(),
-        progress(f"packing {file.name} for the kernels", size=reader.checkpoint.stored_bytes),
+        progress(f"packing {reader.place.name} for the kernels", size=reader.checkpoint.stored_bytes),
         native.packing_into(None if stream is None else stream.memory),
     ):
         made = read_blocks(weights, skeleton, native, reader.dtype)
@@ -315,7 +316,7 @@ def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool, o
     name, folder, dtype = reader.name, reader.folder, reader.dtype
     check_quantization(f"quantize={quantize!r}", dtype)
     key = source_key(folder, reader.checkpoint)
-    copy = copy_place(reader.gguf or folder, quantize, dtype, beside=own)
+    copy = copy_place(reader.place, quantize, dtype, beside=own)
     remove_leftovers(copy)
     if is_packed(copy):
         try:

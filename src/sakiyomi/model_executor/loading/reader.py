@@ -15,7 +15,7 @@ import torch
 
 from sakiyomi.core.checkpoint import LAYER, Checkpoint
 from sakiyomi.core.errors import LoadError, MemoryLimitError
-from sakiyomi.core.gguf import read_gguf
+from sakiyomi.core.gguf import GgufFile
 from sakiyomi.core.memory import readable
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.process import TORCH_STATE
@@ -56,8 +56,13 @@ class Reader:
     device: torch.device
     trust_remote_code: bool = False
     allow_pickle: bool = False
-    gguf: Path | None = None
+    gguf: GgufFile | None = None
     config: Any = None
+
+    @property
+    def place(self) -> Path:
+        """The folder, or the file."""
+        return self.folder if self.gguf is None else self.gguf.paths[0]
 
     def read(self, quantization: Any = None, tensors: Mapping[str, torch.Tensor] | None = None, **options: Any) -> Any:
         """The model, in main memory; on its device if torchao is to quantize it there.
@@ -84,7 +89,7 @@ class Reader:
         # Any: its signature knows nothing of output_loading_info.
         reader: Any = getattr(transformers, auto_class(self.config))
         reader = reader if self.gguf is None else causal_class(self.config)
-        size, files = self.checkpoint.stored_bytes, self.gguf or self.folder
+        size, files = self.checkpoint.stored_bytes, self.place
         try:
             with (
                 TORCH_STATE,
@@ -118,7 +123,7 @@ class Reader:
     def _unpacked(self) -> dict[str, torch.Tensor]:
         """The tensors of a GGUF file by their names in the model, as numbers."""
         assert self.gguf is not None
-        weights = named_weights(read_gguf(self.gguf), self.config, self.name)
+        weights = named_weights(self.gguf, self.config, self.name)
         found = {weight.name: weight.numbers(self.config, self.dtype) for weight in weights}
         check_shapes(weights, found, without_weights(self.config, self.dtype))
         return found

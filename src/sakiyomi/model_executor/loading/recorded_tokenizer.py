@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ KNOWN = (
     "eos_token_id", "model_max_length", "name_or_path", "pad_token", "pad_token_id", "padding_side", "unk_token",
     "unk_token_id", "vocab_size",
 )  # fmt: skip
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _TEXTS = (
     *STORIES,
     "",
@@ -118,6 +120,48 @@ class RecordedTokenizer:
         return self._backend.get_added_tokens_decoder() if self._whole is None else self._whole.added_tokens_decoder
 
 
+class FileTokenizer(RecordedTokenizer):
+    """The tokenizer of a folder made of a GGUF file.
+
+    Transformers' tokenizer of such a folder is made of two files alone, which say all that the calls above ask for.
+
+    Args:
+        folder: with tokenizer.json and tokenizer_config.json.
+        whole: reads transformers' tokenizer.
+        backend: the tokenizer in tokenizer.json; None: it is read.
+    """
+
+    def __init__(self, folder: Path, whole: Callable[[], Any], backend: Tokenizer | None = None) -> None:
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_file(str(folder / "tokenizer.json")) if backend is None else backend
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        named = {name: settings.get(name) for name in _SPECIAL}
+        template = settings.get("chat_template")
+        known = {
+            "all_special_ids": [backend.token_to_id(text) for text in dict.fromkeys(named.values()) if text],
+            "chat_template": {each["name"]: each["template"] for each in template}
+            if isinstance(template, list)
+            else template,
+            "clean_up_tokenization_spaces": settings["clean_up_tokenization_spaces"],
+            "model_max_length": int(1e30),
+            "name_or_path": str(folder),
+            "padding_side": "right",
+            "vocab_size": backend.get_vocab_size(with_added_tokens=False),
+        }
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            known |= {name: named[name], f"{name}_id": named[name] and backend.token_to_id(named[name])}
+        super().__init__(backend, known, whole)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the files of the tokenizer into a folder."""
+        if self._whole is not None:
+            self._whole.save_pretrained(folder)
+            return
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(self.name_or_path) / name, folder)
+
+
 def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], bytes | None]:
     """Attributes of a transformers tokenizer, and its backend where that is not the folder's tokenizer.json.
 
@@ -126,6 +170,10 @@ def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], by
     """
     from tokenizers import Tokenizer
 
+    if isinstance(tokenizer, FileTokenizer):
+        if tokenizer._whole is None:  # its files are in the folder
+            return {name: getattr(tokenizer, name) for name in KNOWN}, None
+        tokenizer = tokenizer._whole
     kind = type(tokenizer)
     if not kind.__module__.startswith("transformers.") or not hasattr(tokenizer, "backend_tokenizer"):
         raise UnsupportedError(f"its tokenizer {kind.__name__} is none of the package tokenizers")
