@@ -57,6 +57,20 @@ def test_the_text_is_that_of_the_model(kind: str, tmp_path: Path) -> None:
     assert out.token_ids == greedy(model, tokens, 12)
 
 
+@pytest.mark.few(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_every_kind(kind: str, tmp_path: Path) -> None:
+    """Both starts; a model of which everything is in blocks, too."""
+    write_gguf(tmp_path / "m.gguf", model_of(kind), tiny_tokenizer(), "Q8_0")
+    found = [generated(tmp_path / "m.gguf") for _ in range(2)]
+    assert found[0] == found[1] and len(found[0]) == 12
+
+
+def generated(path: Path) -> list[int]:
+    (out,) = LLM(str(path), "none").generate([prompt(40)], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    return out.token_ids
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'Q9_9'; expected F32"):
         write_gguf(tmp_path / "m.gguf", tiny_llama(), tiny_tokenizer(), "Q9_9")

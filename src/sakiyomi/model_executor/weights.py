@@ -149,7 +149,7 @@ class ModelWeights:
         self.config = self.module.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
-        self.dtype: torch.dtype = model.dtype
+        self.dtype = _dtype(model)
         self.device = _device(model)
         positions = position_count(self.config, max_context)
         self.max_context = (positions if way is not None else min(positions, rope_limit(self.config))) - before
@@ -477,12 +477,25 @@ def _enough(model: nn.Module, count: int) -> list[int] | None:
     return found if len(found) < count else None
 
 
+def _dtype(model: Any) -> torch.dtype:
+    """Of a model's rows; of one whose weights are all packed (OLMo has norms without any) that of its layers."""
+    layers = (part.dtype for part in model.modules() if isinstance(part, PackedLayer))
+    return next(layers) if _is_all_packed(model) else model.dtype
+
+
 def _device(model: Any) -> torch.device:
     """The device that computes a model. Hooks load a model that is offloaded as a whole to it."""
+    if _is_all_packed(model):
+        return torch.device("cpu")
     device: torch.device = model.device
     if device.type != "meta":
         return device
     return torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
+
+
+def _is_all_packed(model: Any) -> bool:
+    """Whether a model has no tensor that could say its dtype and device."""
+    return not isinstance(model, RecordedModel) and next(model.parameters(), None) is None
 
 
 def _count(module: nn.Module) -> int:
