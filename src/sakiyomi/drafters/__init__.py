@@ -92,6 +92,7 @@ DRAFTERS: dict[str, str | Callable[[Any, DrafterContext], Drafter]] = {
     "prompt-lookup": "lookup.PromptLookup",
     "suffix": "suffix.SuffixDrafter",
     "ngram": "ngram.NgramDrafter",
+    "recycle": "recycle.RecycleDrafter",
 }
 """By the name before the colon of a spec: module and class of a drafter, or what makes it from the value behind the
 colon (``read_argument``). Modules are imported when such a drafter is wanted.
@@ -160,7 +161,10 @@ def _known(around: DrafterContext) -> list[str | Drafter]:
     known = DRAFTS.get(around.target.name)
     if known is not None:
         return [f"model:{known}"]
-    return [*(heads_beside(around.target.folder)[:1] or split_spec(FREE_DRAFT))]
+    free = split_spec(FREE_DRAFT)
+    if around.packed.device.type != "cpu":
+        free.remove("recycle")  # its rounds are Python's, and cost more there than they bring
+    return [*(heads_beside(around.target.folder)[:1] or free)]
 
 
 def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
