@@ -118,17 +118,16 @@ def _show_graph(path: Path, output: JsonOption) -> None:
     from sakiyomi.drafters.graph_file import read_graph
 
     graph = read_graph(path)
-    pairs, single = map(len, graph.after)
+    counts = [len(after) for after in reversed(graph.after)]
     found: dict[str, Any] = {
         "file": str(path),
         "bytes": path.stat().st_size,
         "tokenizer": graph.tokenizer,
-        "after_two_tokens": pairs,
-        "after_one_token": single,
+        "contexts": counts,
     }
     say(
-        f"{path}: what may follow {single} tokens and {pairs} pairs of tokens, {readable(found['bytes'])}, tokenizer "
-        f"{graph.tokenizer[:12]}"
+        f"{path}: what may follow {counts[0]} tokens, {counts[1]} pairs and {counts[2]} triples of tokens, "
+        f"{readable(found['bytes'])}, tokenizer {graph.tokenizer[:12]}"
     )
     output.emit(found)
 

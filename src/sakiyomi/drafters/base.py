@@ -206,6 +206,11 @@ class Drafter(ABC):
             rows: behind the last token, and behind each node.
         """
 
+    def forget(self) -> None:
+        """Drop what earlier requests have taught it; measurements that write a text several times call it before."""
+        for member in self.members:
+            member.forget()
+
     def inherit(self, context: Context, earlier: Context) -> None:  # noqa: B027
         """Take over the state of a conversation's previous request, which then ends."""
 

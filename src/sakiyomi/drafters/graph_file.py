@@ -1,17 +1,16 @@
 """The file of a draft that recycles: what the target's rows ranked first, after which tokens.
 
 Its line of JSON (see ``core.sealed``) has the tokenizer's digest and the number of contexts of each length. Its content
-is, for each length, the contexts (8 bytes each, see ``TokenGraph``), those seen last at the end, then of each the
-tokens (4 bytes each) and their log probabilities (float16). It holds pairs of tokens of the user's texts, so only its
-owner may read it. Several processes may share a file: each adds what it has seen.
+is, for each length, the contexts (hashes of 8 bytes), those seen last at the end, then of each the tokens (4 bytes
+each) and their log probabilities (float16). Who has the tokenizer can read pairs of tokens of the user's texts from it,
+so only its owner may read it. Several processes may share a file: each adds what it has seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,9 @@ from sakiyomi.core.sealed import SealedKind
 KIND = SealedKind(b"SAKIREC\n", 1, "file of a draft that recycles")
 _KEYS, _TOKENS, _LOGS = "<i8", "<i4", "<f2"
 
-Entries = dict[int, tuple[list[int], list[float]]]
+LENGTHS = 3
+"""Contexts are the last one to so many tokens."""
+Entries = dict[int, tuple[Sequence[int], Sequence[float]]]
 """By context the tokens that may follow, and their log probabilities."""
 
 
@@ -32,11 +33,11 @@ class Graph:
 
     Attributes:
         tokenizer: digest of the tokenizer that the tokens are of.
-        after: entries by the last two tokens, and by the last one.
+        after: entries of the longest contexts, then of shorter ones.
     """
 
     tokenizer: str
-    after: tuple[Entries, Entries]
+    after: tuple[Entries, ...]
 
 
 def read_graph(path: Path) -> Graph:
@@ -53,7 +54,7 @@ def read_graph(path: Path) -> Graph:
         logs, place = np.frombuffer(body, _LOGS, count * kept, place), place + 2 * kept * count
         rows = zip(tokens.reshape(count, kept).tolist(), logs.reshape(count, kept).tolist(), strict=True)
         found.append(dict(zip(keys.tolist(), rows, strict=True)))
-    return Graph(header["tokenizer"], (found[0], found[1]))
+    return Graph(header["tokenizer"], tuple(found))
 
 
 class GraphFile:
@@ -79,14 +80,14 @@ class GraphFile:
             )
         self._tokenizer, self._vocab_size, self._most, self._kept = tokenizer, vocab_size, most, kept
 
-    def read(self) -> tuple[Entries, Entries]:
+    def read(self) -> tuple[Entries, ...]:
         """What the file holds; nothing where there is none.
 
         Raises:
             LoadError: see the class.
         """
         if not self.path.exists():
-            return {}, {}
+            return tuple({} for _ in range(LENGTHS))
         found = read_graph(self.path)
         if found.tokenizer != self._tokenizer:
             raise LoadError(
@@ -100,7 +101,7 @@ class GraphFile:
             )
         return found.after
 
-    def save(self, fresh: tuple[Mapping[int, Any], Mapping[int, Any]]) -> None:
+    def save(self, fresh: Sequence[Entries]) -> None:
         """Write what was seen since the last time, on top of what is in the file now.
 
         Raises:

@@ -1,11 +1,11 @@
 """Drafts from the probable next tokens that the target's own passes have shown: Token Recycling.
 
-Every row of a pass ranks the tokens that may follow one token, most of which are never written. The drafter keeps the
-first of them by the last one and two tokens, for all requests, and grows a tree from them. It needs no training and no
+Every row of a pass ranks the tokens that may follow, most of which are never written. The drafter keeps the first of
+them by the last one, two and three tokens, for all requests, and grows a tree from them. It needs no training and no
 text that repeats. Rows of refused nodes are kept, too.
 
 Source: Luo et al. 2024 (arXiv 2408.08696), which keeps one token as the context and proposes one fixed tree. Here the
-last two tokens are looked up first, and the tree follows calibrated chances, so that its size follows their worth.
+longest known context counts, and the tree follows calibrated chances, so that its size follows their worth.
 """
 
 from __future__ import annotations
@@ -21,69 +21,74 @@ from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.tree import TokenTree
 from sakiyomi.drafters.base import Context, DrafterContext, Ranked
-from sakiyomi.drafters.graph_file import Entries, GraphFile
+from sakiyomi.drafters.graph_file import LENGTHS, Entries, GraphFile
 from sakiyomi.drafters.guessed_tree import GuessedTree
+from sakiyomi.drafters.ngram_file import run_number
 from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 logger = logging.getLogger("sakiyomi")
 SAVE_SECONDS = 30.0
-KEPT = 8
-"""Tokens that are kept of each row."""
+KEPT = 4
+"""Tokens that are kept of each row: the others are hardly ever worth a node."""
 MOST = 1 << 15
-"""Contexts that are kept of each length, about 30 MB in all; the ones not seen for longest go."""
+"""Contexts that are kept of each length, about 40 MB in all; the ones not seen for longest go."""
 EDGES = tuple(map(math.log, (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.6, 0.8, 0.92)))  # of kinds, by log chance
 BINS = len(EDGES) + 1
-_MIDDLES = (0.005, 0.015, 0.03, 0.06, 0.11, 0.2, 0.32, 0.5, 0.7, 0.86, 0.96)
-PRIORS = tuple(share * middle for share in (0.7, 0.5, 0.5, 0.3, 0.3, 0.2) for middle in _MIDDLES)
+# Share of right guesses by the length of the context, 3, 2 and 1, of a row's first token and of its others, by the
+# chance that the row gave them. Means over chats of a small model.
+PRIORS = (
+    *(0.25, 0.25, 0.25, 0.4, 0.45, 0.48, 0.52, 0.64, 0.69, 0.84, 0.84),
+    *(0.015, 0.04, 0.04, 0.04, 0.1, 0.15, 0.27, 0.27, 0.3, 0.3, 0.3),
+    *(0.1, 0.1, 0.1, 0.1, 0.12, 0.18, 0.2, 0.34, 0.38, 0.57, 0.57),
+    *(0.03, 0.05, 0.06, 0.06, 0.07, 0.17, 0.25, 0.25, 0.3, 0.3, 0.3),
+    *(0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.14, 0.17, 0.21, 0.3, 0.32),
+    *(0.03, 0.03, 0.045, 0.05, 0.07, 0.11, 0.14, 0.18, 0.2, 0.2, 0.2),
+)
 
-Place = tuple[int, int]
-"""The last two tokens; -1 where there is none."""
+Place = tuple[int, ...]
+"""The last tokens, as many as the longest context has; fewer at a text's beginning."""
 
 
 class TokenGraph:
-    """The tokens that rows of the target ranked first after the last one and the last two tokens.
+    """The tokens that rows of the target ranked first after the last three, two and one tokens.
 
     Args:
         most: contexts that are kept of each length.
         after: entries of a file; None: there are none.
 
     Attributes:
-        after: by the last two tokens, and by the last one; the ones seen last at the end.
+        after: by ``run_number`` of the context, the longest contexts first; the ones seen last at the end.
     """
 
-    def __init__(self, most: int = MOST, after: tuple[Entries, Entries] | None = None) -> None:
-        self._most, self.after = most, after or ({}, {})
+    def __init__(self, most: int = MOST, after: tuple[Entries, ...] | None = None) -> None:
+        self._most, self.after = most, after or tuple({} for _ in range(LENGTHS))
 
     def put(self, place: Place, ranked: Ranked) -> None:
         """Keep what a row has ranked."""
-        for after, key in zip(self.after, keys_of(place), strict=True):
+        for length, after in zip(range(LENGTHS, 0, -1), self.after, strict=True):
+            if length > len(place):
+                continue
+            key = run_number(place[-length:])
             after.pop(key, None)
             after[key] = ranked
             if len(after) > self._most:
                 del after[next(iter(after))]
 
+    def get(self, place: Place) -> list[tuple[int, int]]:
+        """Tokens that followed the longest known context, the likeliest first, each with the kind of guess it is."""
+        first = 0
+        for length, after in zip(range(LENGTHS, 0, -1), self.after, strict=True):
+            ranked = after.get(run_number(place[-length:])) if length <= len(place) else None
+            if ranked is not None:
+                found = enumerate(zip(*ranked, strict=True))
+                return [(token, first + BINS * (rank > 0) + bisect(EDGES, chance)) for rank, (token, chance) in found]
+            first += 2 * BINS
+        return []
+
     def forget(self) -> None:
         """Drop everything."""
         for after in self.after:
             after.clear()
-
-    def get(self, place: Place) -> list[tuple[int, int]]:
-        """Tokens that may follow, each with the kind of guess that it is: those known of two tokens, then of one."""
-        found: dict[int, int] = {}
-        for order, (after, key) in enumerate(zip(self.after, keys_of(place), strict=True)):
-            ranked = after.get(key)
-            if ranked is None:
-                continue
-            first = 2 * BINS * (order + (order > 0 and bool(found)))
-            for rank, (token, chance) in enumerate(zip(*ranked, strict=True)):
-                found.setdefault(token, first + BINS * (rank > 0) + bisect(EDGES, chance))
-        return list(found.items())
-
-
-def keys_of(place: Place) -> tuple[int, int]:
-    """The keys of a place in a graph."""
-    before, last = place
-    return (before + 1) << 32 | last, last
 
 
 class Chances:
@@ -114,7 +119,7 @@ class RecycleReader(Reader):
     def __init__(self, graph: TokenGraph, known: Chances) -> None:
         super().__init__(())
         self._graph, self._known = graph, known
-        self._last: Place = (-1, -1)
+        self._last: Place = ()
         self._guessed: dict[Place, list[tuple[int, int]]] = {}
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -125,7 +130,7 @@ class RecycleReader(Reader):
                 self._known.learn(guessed[place], token)
             elif guessed:
                 guessed = {}
-            place = place[1], token
+            place = (*place, token)[-LENGTHS:]
         self._last, self._guessed = place, {}
 
     def branch(self, head: Sequence[int]) -> None:
@@ -142,8 +147,8 @@ class RecycleReader(Reader):
         guesses = self._guessed.get(place)
         if guesses is None:
             guesses = self._guessed[place] = self._graph.get(place)
-        chances, last = self._known.chances, place[1]
-        return sorted([(token, chances[kind], (last, token)) for token, kind in guesses], key=_chance)
+        chances, last = self._known.chances, place[1 - LENGTHS :]
+        return sorted([(token, chances[kind], (*last, token)) for token, kind in guesses], key=_chance)
 
 
 class RecycleDrafter(TextDrafter):
@@ -184,11 +189,16 @@ class RecycleDrafter(TextDrafter):
         first = end_of(context.tokens)
         places = [first]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
-            places.append((tree.tokens[parent] if parent >= 0 else first[1], token))
+            places.append((*places[parent + 1], token)[-LENGTHS:])
         for graph in (self.graph, self._fresh) if self._file is not None else (self.graph,):
             for place, ranked in zip(places, rows, strict=True):
                 graph.put(place, ranked)
         self.forward_seconds += time.perf_counter() - began
+
+    def forget(self) -> None:
+        """See ``Drafter.forget``."""
+        self.graph.forget()
+        self._known.update({greedy: Chances(PRIORS) for greedy in self._known})
 
     def end(self, context: Context) -> None:
         """Free the request's state. The file is written when no request runs, and at the drafter's end."""
@@ -200,8 +210,8 @@ class RecycleDrafter(TextDrafter):
 
 
 def end_of(tokens: Sequence[int]) -> Place:
-    """The last two of them."""
-    return tokens[-2] if len(tokens) > 1 else -1, tokens[-1] if tokens else -1
+    """The last of these tokens, as a place."""
+    return tuple(tokens[-LENGTHS:])
 
 
 def _chance(guess: tuple[int, float, Place]) -> float:
@@ -211,7 +221,7 @@ def _chance(guess: tuple[int, float, Place]) -> float:
 def _save(file: GraphFile, fresh: TokenGraph) -> None:
     """Add what was seen to the file."""
     try:
-        if fresh.after[1]:
+        if fresh.after[-1]:
             file.save(fresh.after)
     except LoadError as error:
         logger.warning("what the target ranked is not remembered: %s", error)
