@@ -237,6 +237,9 @@ class Comparison:
         return sorted(rows, key=lambda row: float(row["predicted_speedup"]), reverse=True)
 
     def _write(self, run: _Runs, prompt: list[int]) -> list[int]:
+        drafter = run.engine.engine.drafter
+        if drafter is not None:
+            drafter.forget()  # other configurations have written this text with it
         (done,) = run.engine.generate([prompt], replace(self.params, gamma=run.gamma))
         stats = done.stats
         run.texts.append((stats.committed, stats.rounds, stats.seconds - stats.prefill_seconds))
