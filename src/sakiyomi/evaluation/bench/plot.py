@@ -11,7 +11,7 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib, small
-from sakiyomi.evaluation.bench.kinds import built
+from sakiyomi.evaluation.bench.kinds import bars, built
 from sakiyomi.evaluation.bench.pictures import Height, Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
@@ -94,6 +94,13 @@ def _bars(axes: Any, row: Row, theme: Theme) -> None:
     axes.grid(visible=False)
 
 
+def _by_kind(axes: Any, row: Row, theme: Theme) -> None:
+    """Bars of each contender by kind of prompts."""
+    speeds = {f"{kind}_tokens_per_second": kind for kind in row.lines[0]["by_category"]}
+    bars(speeds, names="{format}, {name}", text="{value:.0f}", xlabel="tokens/s, median of runs")(axes, row, theme)
+    axes.legend()
+
+
 def _label(line: Mapping[str, Any], *, first: bool) -> str:
     place = "baseline" if first else f"{line['ratio']:.2f}x"
     return f"{line['tokens_per_second']:.0f}, {place}" + (", other weights" if line.get("weights") else "")
@@ -116,6 +123,7 @@ def _sure(lines: Lines) -> Lines:
 
 KINDS: dict[str, Callable[..., Panel]] = {
     "race": lambda: _bars,
+    "by kind": lambda: _by_kind,
     "stops": lambda: _stops,
     "at one gamma": partial(curves, "rate", of=_rates),
     "all right": partial(curves, "gamma", of=_sure),
