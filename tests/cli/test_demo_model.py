@@ -158,6 +158,12 @@ def test_the_conclusion_says_what_is_gained_and_what_to_do() -> None:
     assert "a defect" in defect and "sakiyomi audit --model 'my model'" in defect
 
 
+def test_other_programs_are_named() -> None:
+    assert own_model._busy({"cores": 2, "load_average": 2.9}) == own_model._busy({"cores": 2}) == []
+    (text,) = own_model._busy({"cores": 2, "load_average": 8.17})
+    assert text.startswith("other programs are running (load average 8.2 on 2 cores)")
+
+
 def test_texts_are_the_same_or_not() -> None:
     assert own_model._same(line("chat", FREE, 1.0, None)) == "yes"
     assert own_model._same(line("chat", FREE, 1.0, None, equal=False)) == "but for near-ties"

@@ -80,7 +80,7 @@ def test_a_line_for_each_program_and_format(
     config: BenchConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = Fake("Engine absent", "absent", "absent-package", ("float32", "int8"))
-    monkeypatch.setattr(by_kind, "ENGINES", (absent, fake(tmp_path, GOOD, "good")))
+    monkeypatch.setattr(by_kind, "ENGINES", (absent, fake(tmp_path, GOOD, "good"), fake(tmp_path, GOOD, "llamacpp")))
     asked = dataclasses.replace(
         config,
         draft=f"model:{folder / 'draft'}",
@@ -92,8 +92,9 @@ def test_a_line_for_each_program_and_format(
     assert row.error is None
     theirs = ["transformers plain", "transformers assisted", "transformers prompt lookup"]
     ours = ["sakiyomi plain", "sakiyomi free drafts", "sakiyomi draft model"]
-    expected = [("float32", name) for name in [*theirs, *ours, "Engine good plain", "Engine good draft model"]]
-    expected += [("int8", name) for name in ours] + [("Q8_0 blocks", name) for name in [*ours, "Engine good"]]
+    engines = [f"Engine {name} {way}" for name in ("good", "llamacpp") for way in ("plain", "draft model")]
+    expected = [("float32", name) for name in [*theirs, *ours, *engines]]
+    expected += [("int8", name) for name in ours] + [("Q8_0 blocks", name) for name in [*ours, "Engine llamacpp"]]
     assert [(line["format"], line["name"]) for line in row.lines] == expected
     for line in row.lines:
         assert line["chat_tokens_per_second"] > 0 and line["sums_tokens_per_second"] > 0 and line["ratio"] > 0

@@ -68,7 +68,7 @@ def figures(
             _show(rows, conditions)
             raise
     _show(rows, conditions)
-    conclusion = _conclusion(rows, model)
+    conclusion = [*_conclusion(rows, model), *_busy(conditions)]
     say("", *conclusion)
     if picture.plot is not None:
         draw(rows, picture.plot, conditions)
@@ -82,11 +82,12 @@ def figures(
 
 
 def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any] | None = None) -> None:
-    """Draw rows into a picture, with the conditions of this machine."""
+    """Draw rows into one panel, with the conditions of this machine."""
     from sakiyomi.engine import machine
     from sakiyomi.evaluation.bench import plot
 
-    plot.draw(rows, path, conditions or machine.conditions())
+    lines = [line for row in rows for line in row.lines]
+    plot.draw([replace(rows[0], lines=lines, conditions={})], path, conditions or machine.conditions())
 
 
 def _conditions(llm: Any, model: LLMConfig) -> dict[str, Any]:
@@ -143,6 +144,14 @@ def _bar(share: float) -> str:
     except UnicodeError:
         mark = "#"
     return (mark * max(1, round(BAR * share))).ljust(BAR)
+
+
+def _busy(conditions: Mapping[str, Any]) -> list[str]:
+    """A warning where other programs took part of the processor."""
+    load, cores = conditions.get("load_average"), conditions["cores"]
+    if load is None or load <= cores + 1:  # one is this program
+        return []
+    return [f"other programs are running (load average {load:.1f} on {cores} cores): measure again when they are done"]
 
 
 def _conclusion(rows: Sequence[Row], model: LLMConfig) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +28,8 @@ from sakiyomi.kernels.quantization import QUANTIZATIONS
 from sakiyomi.model_executor.weights import rounding_of
 
 GGUF = "gguf"
+WARM = 8
+"""Tokens that each contender writes before a race: a whole run would take as long as what is measured."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ def kinds(row: PairRow) -> Races:
         row.notes += part.notes if part is not row else []
     prompts = _prompts(config, llm)
     more = {"gamma": f"auto (transformers: {config.gamma})", "draft": config.draft, "gguf": config.gguf}
+    row.notes = list(dict.fromkeys(row.notes))
+    more |= {"rounding": None}  # of several formats
     more["prompts"] = ", ".join(f"{name} {len(several)}" for name, several in prompts.items())
     return row.conditions(llm, [ids for several in prompts.values() for ids in several], alone=True) | more | conditions
 
@@ -104,6 +108,11 @@ def _installed(row: PairRow) -> list[OtherEngine]:
         else:
             found.append(engine)
     return found
+
+
+def _fitting(installed: Sequence[OtherEngine], kind: str, dtype: str) -> list[OtherEngine]:
+    """Engines that run such weights; a GGUF file is run by llama.cpp alone."""
+    return [one for one in installed if (one.key == "llamacpp" if kind == GGUF else dtype in one.kinds)]
 
 
 def _prompts(config: BenchConfig, llm: LLM) -> dict[str, list[list[int]]]:
@@ -131,13 +140,18 @@ def _races(
     with ExitStack() as stack:
         dtype = dtype_name(llm.target.dtype) if kind == GGUF else kind
         drafted = ("plain", "draft model") if has_draft_model(config) and kind != GGUF else ("plain",)
-        others = opened(row, dtype, loads, stack, [one for one in installed if dtype in one.kinds], drafted)
+        others = opened(row, dtype, loads, stack, _fitting(installed, kind, dtype), drafted)
         for name, other in others.items():
             conditions[f"{name}, {kind}"] = ", ".join(f"{key} {value}" for key, value in other.settings.items())
         for name, prompts in asked.items():
             where = f"{kind}, {name}"
-            contenders = _contenders(row, llm, Texts(prompts, lengths[name]), several, others, kind)
-            found[name] = yield Race(contenders, where=where, lines=lambda standings: ())
+            contenders = partial(_contenders, row, llm, several, others, kind)
+            for one in contenders(Texts(prompts[:1], [WARM])):
+                row.note(f"{where}, warming up: {one.name}")
+                with suppress(UnsupportedError):  # the race tells of an engine that fails
+                    one.run()
+            texts = Texts(prompts, lengths[name])
+            found[name] = yield Race(contenders(texts), where=where, lines=lambda standings: (), warm_up=0)
             speeds = ", ".join(f"{each.name} {statistics.median(each.speeds):.4g}" for each in found[name])
             row.say(f"{where}, tokens/s: {speeds}")
     return found
@@ -146,10 +160,10 @@ def _races(
 def _contenders(
     row: PairRow,
     llm: LLM,
-    texts: Texts,
     several: Mapping[str, Any],
     others: Mapping[str, EngineProcess],
     kind: str,
+    texts: Texts,
 ) -> list[Contender]:
     """Transformers with its own weights, the baseline; ours; other engines."""
     theirs: dict[str, Run] = {}

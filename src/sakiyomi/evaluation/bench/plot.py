@@ -73,7 +73,7 @@ def _panels(row: Row) -> Sequence[tuple[Panel, Height]]:
 
 
 def _bars(axes: Any, row: Row, theme: Theme) -> None:
-    """A bar for each contender, with the lowest and highest run; the baseline is the first."""
+    """A bar for each contender, with the lowest and highest run; of a row with several races each has a baseline."""
     most = max(line["high"] or 0 for line in row.lines)
     for place, line in enumerate(row.lines):
         speed = line["tokens_per_second"]
@@ -81,9 +81,10 @@ def _bars(axes: Any, row: Row, theme: Theme) -> None:
             axes.text(0.01 * most, place, "other text than the baseline's: no speed", va="center", fontsize=9)
             continue
         reach = [[speed - line["low"]], [line["high"] - speed]]
-        colour = BAR if place else BASELINE
+        first = line["ratio"] == 1.0  # to itself
+        colour = BASELINE if first else BAR
         axes.barh(place, speed, height=0.6, color=colour, xerr=reach, ecolor=WHISKER, capsize=3)
-        axes.text(line["high"] + 0.015 * most, place, _label(line, first=not place), va="center", fontsize=9)
+        axes.text(line["high"] + 0.015 * most, place, _label(line, first=first), va="center", fontsize=9)
     axes.set_yticks(range(len(row.lines)), [line["name"] for line in row.lines])
     # From top to bottom, also where the last one has no bar; room for the labels after the longest.
     axes.set(
