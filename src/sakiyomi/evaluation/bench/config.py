@@ -189,7 +189,10 @@ class BenchConfig(PairSettings):
             return DRAFTS[self.target]
         kind, _, name = self.draft.partition(":")
         if kind != "model" or not name:
-            raise InputError(f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER")
+            raise InputError(
+                f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER; bench --rows "
+                "kinds takes any draft"
+            )
         return name
 
 
