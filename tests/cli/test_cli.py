@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from architectures import REFUSED, make
 from processes import own_environment
 from sakiyomi import LLM, SamplingParams, __version__
-from sakiyomi.cli import app, output
+from sakiyomi.cli import app, demo, output
 from sakiyomi.cli.common import flag_help, parsed
 from sakiyomi.core.draft_specs import FORMS
 from sakiyomi.core.outputs import Step, TokenTrace
@@ -158,6 +158,16 @@ def test_the_page_of_commands_has_every_command() -> None:
         (["audit", "--count", "0"], 2, "count is 0"),
         (["demo", "--gamma", "0"], 2, "gamma is 0"),
         (["demo", "--draft", "none"], 2, "draft model"),
+        (["demo", "--gamma", "auto"], 2, "gamma is 'auto'; the story's table needs a number"),
+        (["demo", "--plot", "x.svg", "--no-table"], 2, "plot draws the table"),
+        (["demo", "--plot", "x.pdf"], 2, "expected a name that ends in .png or .svg"),
+        (["demo", "--model", "M", "--draft", "none"], 2, "draft is none"),
+        (["demo", "--model", "M", "--temperature", "0.8"], 2, "temperature is for the story of tales"),
+        (["demo", "--model", "M", "--no-table"], 2, "table is for the story of tales"),
+        (["demo", "--model", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["bench", "--kind", "chat=x.jsonl"], 2, "add --rows kinds"),
+        (["bench", "--rows", "kinds", "--kind", "chat"], 2, "expected NAME=FILE"),
+        (["bench", "--rows", "kinds", "--gguf", "/nowhere/x.gguf"], 1, "gguf is '/nowhere/x.gguf'"),
         (["info", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["info", "--target", "tales", "--repeats", "0"], 2, "repeats is 0"),
         (["plan", "cluster", "--rate", "3"], 2, "python benchmarks/cluster.py"),
@@ -456,7 +466,8 @@ def test_stop_strings_are_not_shown() -> None:
 # ---------------------------------------------------------------- demo and info
 
 
-def test_demo(models: Path) -> None:
+def test_demo(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TARGET", str(models / "target"))
     arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}", "--json"]
     result = runner.invoke(app, [*arguments, "--max-new-tokens", "20"])
     assert result.exit_code == 0, result.output
@@ -476,7 +487,8 @@ def test_demo(models: Path) -> None:
     assert value["table"]["conditions"]["graphs"] == "recorded"
 
 
-def test_demo_without_the_table(models: Path) -> None:
+def test_demo_without_the_table(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TARGET", str(models / "target"))
     arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'wrong'}", "--no-table"]
     result = runner.invoke(app, [*arguments, "--max-new-tokens", "8", "--temperature", "0.8", "--prompt", "A fox"])
     assert result.exit_code == 0, result.output

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-import sys
-import textwrap
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fake_engines import GOOD, Fake, fake
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
@@ -32,18 +30,6 @@ from toys import save_model, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the fake environments are links and shell scripts")
 TASK: dict[str, Any] = {"draft": None, "threads": 1}
-GOOD = """
-    import time
-
-    def start(task):
-        print("a library says hello")
-
-        def write(batch, tokens):
-            time.sleep(0.01)
-            return [[(sum(prompt) + i) % 300 for i in range(tokens)] for prompt in batch]
-
-        return write, {"version": "1.0", "threads": task["threads"]}
-"""
 FUSSY = """
     def start(task):
         def write(batch, tokens):
@@ -63,31 +49,6 @@ DIES = """
 
         return write, {}
 """
-
-
-@dataclass(frozen=True)
-class Fake(OtherEngine):
-    """An engine whose file is somewhere else."""
-
-    path: Path = Path()
-
-    @property
-    def file(self) -> Path:
-        return self.path
-
-
-def fake(folder: Path, text: str, key: str = "fake", python: str | None = None) -> Fake:
-    """An engine with an environment in this folder; ``python``: a shell script in the place of its Python."""
-    programs = folder / key / "bin"
-    programs.mkdir(parents=True)
-    if python is None:
-        (programs / "python").symlink_to(sys.executable)
-    else:
-        (programs / "python").write_text(f"#!/bin/sh\n{python}\n", encoding="utf-8")
-        (programs / "python").chmod(0o755)
-    path = folder / f"{key}.py"
-    path.write_text(textwrap.dedent(text), encoding="utf-8")
-    return Fake(f"Engine {key}", key, f"{key}-package", ("float32",), path=path)
 
 
 # ---------------------------------------------------------------- the process

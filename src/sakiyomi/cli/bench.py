@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import note, progress, say
-from sakiyomi.cli.rows import PlotFolderOption, PlotOption, Started, measured, show
+from sakiyomi.cli.rows import MarkdownOption, PlotFolderOption, PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, CardConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
@@ -40,7 +40,7 @@ class OutOption:
     out: str | None = None
 
 
-def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
+def bench(config: BenchConfig, picture: PlotOption, written: MarkdownOption, output: JsonOption) -> None:
     """Measure speed side by side.
 
     Contenders run interleaved, figures are medians, and outputs are compared in the same run. Columns: draft, score and
@@ -55,7 +55,7 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
 
         return suites.run(config, note), plot.draw
 
-    measured(start, output, picture)
+    measured(start, output, picture, written)
 
 
 def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> None:

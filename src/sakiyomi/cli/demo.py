@@ -1,4 +1,7 @@
-"""``sakiyomi demo``: the embedded model writes a story, each token in the colour of its origin; then a small table."""
+"""``sakiyomi demo``: the embedded model writes a story, each token in the colour of its origin; then a small table.
+
+Of another model: a table and bars, see ``own_model``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.cli import own_model
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import legend, printed, progress, say, stdout, table, write
+from sakiyomi.cli.rows import PlotOption
 from sakiyomi.core.embedded import DEFAULT, DRAFTS
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.bench.config import BenchConfig
 
 if TYPE_CHECKING:
@@ -31,53 +38,87 @@ SHORTEST, LONGEST = 8, 64
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The story, and the table after it.
+    """The story and the table after it, or which model is measured.
 
     Attributes:
-        prompt: beginning of the story.
-        max_new_tokens: length of the story.
-        temperature: 0 is greedy.
+        target: embedded name, folder, GGUF file or hub id. Of any but tales there is no story: plain decoding is
+            measured against what draft auto takes, on chats, code and summaries.
+        draft: of the story model:FOLDER, by default tales-draft; of another model as for `sakiyomi generate`.
+        dtype: float32, bfloat16, float16, or auto: float32 for the story, where rounding hardly ever changes a token;
+            as stored for another model.
+        quantize: int8 or int4: quantize the target's weights.
+        prompt: beginning of the story; of another model the only prompt, in place of chats, code and summaries.
+        max_new_tokens: length of the story, by default 160; of another model most new tokens of each text, by default
+            as many as there is time for.
+        gamma: draft tokens per round, or auto; by default 4 in the story, in the table too, and auto for another model.
+        temperature: of the story; 0 is greedy.
         seed: of a sampled story.
-        gamma: draft tokens per round, in the story and in the table.
-        target: embedded name, folder or hub id.
-        draft: model:FOLDER.
-        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16. In float32 rounding hardly ever
-            changes a token, so that the outputs of all ways can be compared.
         table: after the story, measure plain and speculative generation, ours and transformers'.
     """
 
-    prompt: str = PROMPT
-    max_new_tokens: int = 160
+    target: str = TARGET
+    draft: str = "auto"
+    dtype: str = "auto"
+    quantize: str | None = None
+    prompt: str | None = None
+    max_new_tokens: int | None = None
+    gamma: int | str | None = None
     temperature: float = 0.0
     seed: int = 0
-    gamma: int = 4
-    target: str = TARGET
-    draft: str = DRAFT
-    dtype: str = "float32"
     table: bool = True
 
 
-def demo(options: DemoOptions, output: JsonOption) -> None:
-    """Stream a story written with a draft, then compare speeds.
+def demo(options: DemoOptions, picture: PlotOption, output: JsonOption) -> None:
+    """Show what drafts bring, in a minute or two.
 
-    Example: sakiyomi demo --temperature 0.8
+    Without a model: streams a story of the embedded model, then compares speeds. With one: the same texts with and
+    without drafts, on chats, code and summaries.
+
+    Example: sakiyomi demo --model FOLDER --quantize int8
     """
+    picture.check()
+    if options.target == TARGET:
+        _of_story(options, picture, output)
+        return
+    for name, value in (("temperature", options.temperature > 0), ("table", not options.table)):
+        if value:
+            raise InputError(f"{name} is for the story of {TARGET}; with another model all texts are greedy: drop it")
+    model = LLMConfig(options.target, options.draft, dtype=options.dtype, quantize=options.quantize)
+    params = SamplingParams(gamma=options.gamma or "auto", max_new_tokens=options.max_new_tokens or LONGEST)
+    own_model.figures(model, params, options.prompt, options.max_new_tokens is not None, picture, output)
+
+
+def _of_story(options: DemoOptions, picture: PlotOption, output: JsonOption) -> None:
+    """The story and its table."""
+    if picture.plot is not None and not options.table:
+        raise InputError("plot draws the table, and table is off; drop --plot, or --no-table")
     params = SamplingParams(
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=160 if options.max_new_tokens is None else options.max_new_tokens,
         temperature=options.temperature,
         seed=options.seed if options.temperature else None,
-        gamma=options.gamma,
+        gamma=4 if options.gamma is None else options.gamma,
     )
-    shared = {name: getattr(options, name) for name in ("target", "draft", "dtype", "gamma")}
-    config = BenchConfig(**shared, repeats=3, max_new_tokens=64, count=2)
+    if not isinstance(params.gamma, int):
+        raise InputError(f"gamma is {params.gamma!r}; the story's table needs a number, as transformers does")
+    config = BenchConfig(
+        target=options.target,
+        draft=DRAFT if options.draft == "auto" else options.draft,
+        dtype="float32" if options.dtype == "auto" else options.dtype,
+        quantize=options.quantize,
+        gamma=params.gamma,
+        repeats=3,
+        max_new_tokens=64,
+        count=2,
+    )
     config.draft_model  # noqa: B018  refuses a draft that is no model, before any work
 
     began = time.time()  # not the process's own start: a shell that ends in this command has lived before it
     with progress(f"loading {options.target}"):
         from sakiyomi.engine.llm import LLM
 
-        llm = LLM(options.target, draft=options.draft, dtype=options.dtype)
-    story, first = _story(llm, options.prompt, params, began)
+        llm = LLM(config.target, draft=config.draft, dtype=config.dtype, quantize=config.quantize)
+    prompt = PROMPT if options.prompt is None else options.prompt
+    story, first = _story(llm, prompt, params, began)
     tokens = sum(len(step.token_ids) for step in story)
     speed, stats = tokens / max(time.time() - first, 1e-9), story[-1].stats
     cut = "" if stats is not None else "; cut short, as this machine is busy"
@@ -86,9 +127,9 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         f"{first - began:.1f} s after the start{cut}"
     )
     found: dict[str, Any] = {
-        "target": options.target,
-        "draft": options.draft,
-        "prompt": options.prompt,
+        "target": config.target,
+        "draft": config.draft,
+        "prompt": prompt,
         "text": "".join(step.text for step in story),
         "token_ids": [token for step in story for token in step.token_ids],
         "trace": [entry.to_dict() for step in story for entry in step.trace],
@@ -96,7 +137,10 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         "first_token_seconds": first - began,
     }
     if options.table:
-        found["table"] = _table(llm, config, began, speed)
+        row = _table(llm, config, began, speed)
+        found["table"] = None if row is None else row.to_dict()
+        if row is not None and picture.plot is not None:
+            own_model.draw([row], picture.plot)
     output.emit(found | {"seconds": time.time() - began})
 
 
@@ -122,7 +166,7 @@ def _story(llm: LLM, prompt: str, params: SamplingParams, began: float) -> tuple
     return steps, first
 
 
-def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> dict[str, Any] | None:
+def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> Row | None:
     """Measure, print and give the table, as long as its texts can be at this speed (tokens/s); None: there is no time.
 
     On stderr what is waited for.
@@ -141,7 +185,7 @@ def _table(llm: LLM, config: BenchConfig, began: float, speed: float) -> dict[st
     say("")
     table(row.lines, title=row.title)
     say(*(f"  {line}" for line in (*row.notes, condition_line(row.conditions))))
-    return row.to_dict()
+    return row
 
 
 def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:

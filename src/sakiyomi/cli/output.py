@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLOURS",
+    "cell",
     "emit_json",
     "is_coloured",
+    "is_number",
     "legend",
     "note",
     "printed",
@@ -99,19 +101,21 @@ def table(rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
     if not rows:
         return
     names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names] + [[_cell(row.get(name)) for name in names] for row in rows]
+    cells = [names] + [[cell(row.get(name)) for name in names] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
-    right = [any(_is_number(row.get(name)) for row in rows) for name in names]
+    right = [any(is_number(row.get(name)) for row in rows) for name in names]
     for line in cells:
-        shown = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True))
+        shown = (text.rjust(w) if r else text.ljust(w) for text, w, r in zip(line, widths, right, strict=True))
         console.print("  ".join(shown).rstrip())
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of a table is a number; true and false are words there."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as tables show it."""
     if value is None:
         return "-"
     if isinstance(value, bool):

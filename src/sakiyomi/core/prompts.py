@@ -16,7 +16,7 @@ from sakiyomi.core.errors import InputError, LoadError
 JUDGED = 512  # tokens on which a quantization is judged
 
 
-def read_prompts(path: str | Path, count: int | None = None) -> list[str | Chat]:
+def read_prompts(path: str | Path, count: int | None = None, category: str | None = None) -> list[str | Chat]:
     """Prompts of a file.
 
     Args:
@@ -24,6 +24,7 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[str | Chat]
             or a chat, ``messages`` or ``conversations``, whose last message of the user is to be answered. Either may
             end in .gz.
         count: how many prompts to read, from the first on; None: all.
+        category: only the lines of a .jsonl with this ``category``, unless it has none of them.
 
     Returns:
         Texts, and of chats their messages.
@@ -32,8 +33,10 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[str | Chat]
         LoadError: the file cannot be read, or a line is not what it should be.
         InputError: it holds no prompt.
     """
-    path, found = Path(path), []
-    for number, value in _lines(path, count):
+    path, found = Path(path), list[str | Chat]()
+    lines = list(_lines(path, None if category else count))
+    of_it = [line for line in lines if isinstance(line[1], dict) and line[1].get("category") == category]
+    for number, value in ((of_it if category else []) or lines)[:count]:
         found.append(_prompt(value, path, number) if _is_json(path) else value)
     if not found:
         raise InputError(f"there is no prompt in {str(path)!r}; expected one a line")

@@ -84,7 +84,7 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
     theirs: dict[str, Run] = {}
     if config.peers:
         row.note("loading it with transformers")
-        ways = WAYS[:2] if _has_draft_model(config) else WAYS[:1]
+        ways = WAYS[:2] if has_draft_model(config) else WAYS[:1]
         theirs = {f"transformers {way}": partial(run_peer, pair.peer(way), pair.prompts, params) for way in ways}
     ours = {"sakiyomi plain": partial(run_ours, EngineView(llm), pair.prompts, params)}
     if llm.draft is not None:
@@ -102,7 +102,7 @@ def _measured(row: PairRow, llm: LLM, engines: Sequence[OtherEngine] = ()) -> Ra
     return row.conditions(llm, alone=True, gamma="auto", draft=config.draft)
 
 
-def _has_draft_model(config: BenchConfig) -> bool:
+def has_draft_model(config: BenchConfig) -> bool:
     """Whether the draft is a single model, which transformers can run too."""
     if config.draft == "auto":
         return config.target in DRAFTS

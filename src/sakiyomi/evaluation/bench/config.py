@@ -9,7 +9,7 @@ from pathlib import Path
 from sakiyomi.core.chats import Chat
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS
-from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 from sakiyomi.evaluation.settings import TargetSettings
@@ -69,22 +69,28 @@ class BenchConfig(PairSettings):
 
     Attributes:
         rows: rows to run (--rows again for each). Without any the one-minute table (minute): transformers, plain, with
-            the draft. all: speculative, stories, sweep, oracle, peers, dropin, typical.
-        draft: auto (tales-draft, for tales alone), or model:FOLDER; row minute takes any drafter.
+            the draft. kinds: any model by kinds of prompts and weights, beside other engines. all: speculative,
+            stories, sweep, oracle, peers, dropin, typical.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER; rows minute and kinds take any drafter.
         heads: for row typical, Medusa heads of the target: a folder, or tales-medusa (the default for tales).
+        kind: NAME=FILE (again for each): prompts of row kinds, as for prompts; of a file with categories those of the
+            category NAME, if there are any. By default a few that come with the package: chat, code, summary.
+        gguf: the target as a .gguf file too, one more kind of weights of row kinds.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
-            text, not with that of other programs. Row dropin ignores it; row peers measures this kind beside the pair's
-            dtype, and every kind without it.
+            text, not with that of other programs. Row dropin ignores it; rows peers and kinds measure this kind beside
+            the dtype, and every kind without it.
         gamma: draft tokens a round, the same for every contender.
         batch_sizes: concurrent requests of row sweep (again for each), as far as memory suffices.
         quality: file of held-out text. Rows about a pair then show the perplexity of each contender's weights on its
             beginning and, where prompts carry a reference or an answer, the share of texts that begin with it.
-        peers: measure other programs too: transformers, and in row peers other engines.
+        peers: measure other programs too: transformers, and in rows peers and kinds other engines.
         environments: folder of the environments of other engines, one each: openvino, vllm, llamacpp, onnxruntime; by
             default engines in the cache folder. Row peers says how to make those that are not there.
     """
 
     rows: tuple[str, ...] = ()
+    kind: tuple[str, ...] = ()
+    gguf: str | None = None
     quantize: str | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     quality: str | None = None
@@ -114,6 +120,24 @@ class BenchConfig(PairSettings):
         """
         return [None] * len(self.texts()) if self.prompts is None else read_references(self.prompts, self.count)
 
+    def kinds(self) -> dict[str, list[str | Chat]]:
+        """The prompts of each ``kind``, evenly spaced over their file; empty: none is named.
+
+        Raises:
+            InputError: one is not NAME=FILE, is named twice, or the file has no prompt.
+            LoadError: a file cannot be read.
+        """
+        found: dict[str, list[str | Chat]] = {}
+        for text in self.kind:
+            name, _, path = text.partition("=")
+            if not name or not path or name in found:
+                raise InputError(
+                    f"kind is {text!r}; expected NAME=FILE, for instance chat=questions.jsonl, a name once"
+                )
+            every = read_prompts(Path(path).expanduser(), category=name)
+            found[name] = every[:: max(1, len(every) // self.count)][: self.count]
+        return found
+
     def check_pair(self, *, alone: bool = False) -> None:
         """Refuse at once what a row about a pair would refuse after others have run.
 
@@ -136,6 +160,9 @@ class BenchConfig(PairSettings):
                     "with quantize its packed copy is used"
                 )
         self.texts()
+        self.kinds()
+        if self.gguf is not None and not Path(self.gguf).expanduser().is_file():
+            raise LoadError(f"gguf is {self.gguf!r}, which is no file; give the path of a .gguf file")
         if self.quality is not None:
             read_text(self.quality)
 
@@ -162,7 +189,10 @@ class BenchConfig(PairSettings):
             return DRAFTS[self.target]
         kind, _, name = self.draft.partition(":")
         if kind != "model" or not name:
-            raise InputError(f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER")
+            raise InputError(
+                f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER; bench --rows "
+                "kinds takes any draft"
+            )
         return name
 
 

@@ -45,6 +45,7 @@ class Race:
         where: names the race, if the row has several.
         lines: lines of the table; by default one for each contender.
         until: value of ``time.perf_counter`` after which no further round of runs begins.
+        warm_up: runs before the measured ones.
     """
 
     contenders: Mapping[str, Run] | Sequence[Contender]
@@ -52,6 +53,7 @@ class Race:
     where: str = ""
     lines: Callable[[list[Standing]], Iterable[Mapping[str, Any]]] | None = None
     until: float = math.inf
+    warm_up: int = 1
 
 
 Races = Generator[Race, list[Standing], dict[str, Any]]
@@ -69,7 +71,7 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
                 try:
                     asked = next(several)
                     while True:
-                        standings = row.race(asked.contenders, asked.judge, asked.where, asked.until)
+                        standings = row.race(asked.contenders, asked.judge, asked.where, asked.until, asked.warm_up)
                         lines = None if asked.lines is None else list(asked.lines(standings))
                         part = of_race(row.name, title, standings, where=asked.where, lines=lines)
                         row.lines += map(dict, part.lines)
@@ -204,6 +206,7 @@ class PairRow:
         judge: Judge | None = None,
         where: str = "",
         until: float = math.inf,
+        warm_up: int = 1,
     ) -> list[Standing]:
         """Run contenders side by side, see ``Race``; optional ones that fail are left out, with a note."""
         if isinstance(contenders, Mapping):
@@ -213,7 +216,8 @@ class PairRow:
         def tell(text: str) -> None:
             self.note(before + text)
 
-        return race(contenders, repeats=self.config.repeats, note=tell, lost=self.notes, until=until)
+        repeats = self.config.repeats
+        return race(contenders, repeats=repeats, warm_up=warm_up, note=tell, lost=self.notes, until=until)
 
     def warm(self, runs: Mapping[str, Run], llm: LLM) -> None:
         """Run each once, so that passes of all sizes that they need are recorded."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, need_matplotlib, small
-from sakiyomi.evaluation.bench.kinds import built
+from sakiyomi.evaluation.bench.kinds import bars, built
 from sakiyomi.evaluation.bench.pictures import Height, Lines, Panel, Theme, curves, drawing
 from sakiyomi.evaluation.bench.report import Row
 
@@ -73,7 +73,7 @@ def _panels(row: Row) -> Sequence[tuple[Panel, Height]]:
 
 
 def _bars(axes: Any, row: Row, theme: Theme) -> None:
-    """A bar for each contender, with the lowest and highest run; the baseline is the first."""
+    """A bar for each contender, with the lowest and highest run; of a row with several races each has a baseline."""
     most = max(line["high"] or 0 for line in row.lines)
     for place, line in enumerate(row.lines):
         speed = line["tokens_per_second"]
@@ -81,9 +81,10 @@ def _bars(axes: Any, row: Row, theme: Theme) -> None:
             axes.text(0.01 * most, place, "other text than the baseline's: no speed", va="center", fontsize=9)
             continue
         reach = [[speed - line["low"]], [line["high"] - speed]]
-        colour = BAR if place else BASELINE
+        first = line["ratio"] == 1.0  # to itself
+        colour = BASELINE if first else BAR
         axes.barh(place, speed, height=0.6, color=colour, xerr=reach, ecolor=WHISKER, capsize=3)
-        axes.text(line["high"] + 0.015 * most, place, _label(line, first=not place), va="center", fontsize=9)
+        axes.text(line["high"] + 0.015 * most, place, _label(line, first=first), va="center", fontsize=9)
     axes.set_yticks(range(len(row.lines)), [line["name"] for line in row.lines])
     # From top to bottom, also where the last one has no bar; room for the labels after the longest.
     axes.set(
@@ -92,6 +93,13 @@ def _bars(axes: Any, row: Row, theme: Theme) -> None:
         xlabel="tokens/s, median of runs; lines: lowest and highest",
     )
     axes.grid(visible=False)
+
+
+def _by_kind(axes: Any, row: Row, theme: Theme) -> None:
+    """Bars of each contender by kind of prompts."""
+    speeds = {f"{kind}_tokens_per_second": kind for kind in row.lines[0]["by_category"]}
+    bars(speeds, names="{format}, {name}", text="{value:.0f}", xlabel="tokens/s, median of runs")(axes, row, theme)
+    axes.legend()
 
 
 def _label(line: Mapping[str, Any], *, first: bool) -> str:
@@ -116,6 +124,7 @@ def _sure(lines: Lines) -> Lines:
 
 KINDS: dict[str, Callable[..., Panel]] = {
     "race": lambda: _bars,
+    "by kind": lambda: _by_kind,
     "stops": lambda: _stops,
     "at one gamma": partial(curves, "rate", of=_rates),
     "all right": partial(curves, "gamma", of=_sure),

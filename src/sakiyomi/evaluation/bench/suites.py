@@ -9,6 +9,7 @@ from functools import partial
 from sakiyomi.core.embedded import MEDUSA_HEADS
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import peak_bytes
+from sakiyomi.evaluation.bench.by_kind import kinds
 from sakiyomi.evaluation.bench.card import minute
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
@@ -21,14 +22,14 @@ from sakiyomi.evaluation.bench.study import attempted
 
 Measure = Callable[[PairRow], Row]
 Rows = Mapping[str, Measure]
-_DECLARED: list[Measure] = [minute, speculative, stories, sweep, oracle, peers, dropin, typical]
+_DECLARED: list[Measure] = [minute, kinds, speculative, stories, sweep, oracle, peers, dropin, typical]
 ROWS: dict[str, Measure] = {row.__name__: row for row in _DECLARED}
 """Named as the functions are, in the order in which they run."""
 
 ALL = "all"
 """In the place of names of rows."""
 
-ALONE = {"minute"}
+ALONE = {"minute", "kinds"}
 """Rows of a target without a draft model."""
 
 
@@ -52,6 +53,8 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS, alone: Set[
     wanted = _wanted(config, rows)
     if "peers" in config.rows and not config.peers:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
+    if (config.kind or config.gguf) and "kinds" not in wanted:
+        raise InputError("kind and gguf are for row kinds, which is not asked for; add --rows kinds, or drop them")
     config.check_pair(alone=set(wanted) <= alone)
     if "typical" in wanted or "medusa" in wanted:
         config.medusa_heads  # noqa: B018
@@ -74,5 +77,7 @@ def _wanted(config: BenchConfig, rows: Rows) -> Sequence[str]:
             raise InputError(f"there is no row {name!r}; {known}")
     if ALL not in config.rows:
         return config.rows or ("minute",)
-    absent = {"minute"} | ({"typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set())
+    absent = {"minute", "kinds"} | (
+        {"typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
+    )
     return [name for name in rows if name not in absent or name in config.rows]
