@@ -102,22 +102,30 @@ class Table:
         text = view.engine.complete([request])[0]
         return text, 1000 * (time.process_time() - began)
 
-    def figures(self) -> list[dict[str, Any]]:
-        """A row for each kind and draft, and for all kinds together."""
+    def figures(self, *some: str) -> list[dict[str, Any]]:
+        """A row for each draft, of these kinds, or of each kind and of all together."""
         kinds = list(dict.fromkeys(kind for kind, _ in self.rows))
         found = []
-        for kind in (*kinds, "all"):
+        for kind in some or (*kinds, "all"):
             for name in dict.fromkeys(name for _, name in self.rows):
-                some = [row for each in (kinds if kind == "all" else [kind]) for row in self.rows[each, name]]
+                own = [row for each in (kinds if kind == "all" else [kind]) for row in self.rows[each, name]]
                 plain = [row for each in (kinds if kind == "all" else [kind]) for row in self.rows[each, "none"]]
-                tokens, rounds, spent = (sum(column) for column in zip(*some, strict=True))
-                ratios = [own[2] / row[2] for row, own in zip(some, plain, strict=True) if row[2]]
-                figures = {"kind": kind, "draft": name, "texts": len(some), "tau": tokens / max(1, rounds)}
+                tokens, rounds, spent = (sum(column) for column in zip(*own, strict=True))
+                ratios = [base[2] / row[2] for row, base in zip(own, plain, strict=True) if row[2]]
+                figures = {"kind": kind, "draft": name, "texts": len(own), "tau": tokens / max(1, rounds)}
                 if spent:
                     figures |= {"ms": spent / tokens, "speed": sum(row[2] for row in plain) / spent}
                     figures |= {"median": statistics.median(ratios)}
                 found.append(figures)
         return found
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print some figures, and the load."""
+    for row in rows:
+        speed = f"{row['ms']:6.2f} ms  {row['speed']:.2f}x, median {row['median']:.2f}x" if "ms" in row else ""
+        print(f"{row['kind']:16} {row['draft']:32} tau {row['tau']:.2f}  {speed}")
+    print(f"load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 def main() -> None:
@@ -141,11 +149,9 @@ def main() -> None:
             continue
         for turns in some:
             table.ask(kind, turns)
-        print(f"{kind}: {len(some)} questions, load {os.getloadavg()[0]:.1f}", flush=True)
+        show(table.figures(kind))
+    show(table.figures("all"))
     figures = table.figures()
-    for row in figures:
-        speed = f"{row['ms']:6.2f} ms  {row['speed']:.2f}x, median {row['median']:.2f}x" if "ms" in row else ""
-        print(f"{row['kind']:16} {row['draft']:32} tau {row['tau']:.2f}  {speed}")
     print(json.dumps({"figures": figures, "differing": table.differing, "load": os.getloadavg()}))
 
 
