@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,12 +33,15 @@ from read_ahead import (
     texts,
 )
 from sakiyomi import LLM, InputError, LoadError, UnsupportedError
+from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.drafters import DrafterContext, parse_drafters
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
+from sakiyomi.drafters.ngram_file import write_tables
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.train.ngram import count_tables
 from toys import save_model, tiny_llama
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -194,6 +198,9 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
 def test_auto_takes_the_head_beside_the_target(tmp_path: Path) -> None:
     target = save_model(tmp_path, deep_target(), TOKENIZER)
     assert LLM(str(target), compile=False).draft.name == "recycle+suffix+prompt-lookup"
+    tables, known = count_tables([np.arange(VOCAB)], 2, VOCAB), tokenizer_digest(TOKENIZER)
+    write_tables(target / "ngram.safetensors", 2, tables, {"tokenizer": known, "vocab_size": str(VOCAB)})
+    assert LLM(str(target), compile=False).draft.name == "recycle+suffix+prompt-lookup+ngram"
     speculators_folder(target / "eagle", head("plain"))
     llm = LLM(str(target), compile=False, strict=True)
     assert isinstance(llm.draft, EagleDrafter)

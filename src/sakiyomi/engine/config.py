@@ -14,12 +14,13 @@ class LLMConfig:
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
         draft: what proposes draft tokens: auto (the result of `sakiyomi tune`, else tales-draft for tales, else a head
-            in the folder eagle, block, mtp or medusa of it, else suffix+prompt-lookup, while that is faster), none, a
-            FOLDER with a model, Medusa heads, an EAGLE head or a block drafter (or model:, medusa:, eagle:, block:,
-            mtp: before it, or an embedded name or hub id behind that), mtp (a layer in the target's own files),
-            prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier texts, ngram:FILE is
-            trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its first layers), oracle:RATE (the known
-            answer, to measure what a draft could bring). Join several with +.
+            in the folder eagle, block, mtp or medusa of it, else recycle+suffix+prompt-lookup, while that is faster; on
+            a GPU without recycle), none, a FOLDER with a model, Medusa heads, an EAGLE head or a block drafter (or
+            model:, medusa:, eagle:, block:, mtp: before it, or an embedded name or hub id behind that), mtp (a layer in
+            the target's own files), prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier
+            texts, ngram:FILE is trained), recycle (what the target's passes ranked before; recycle:FILE keeps it),
+            self-int8 (the target in 8 bits), early-exit:LAYERS (its first layers), oracle:RATE (the known answer, to
+            measure what a draft could bring). Join several with +.
         cache: eviction policy (h2o), quantization of keys and values (quant-8, quant-4, quant-2; kvquant-4, kvquant-3,
             kvquant-2 at levels fitted to the model), or both (h2o+quant-4). full keeps all keys and values unchanged;
             offload:FOLDER does the same in mapped files.

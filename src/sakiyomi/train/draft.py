@@ -265,7 +265,7 @@ def verdict(config: TrainDraft, measured: Mapping[str, float]) -> str:
         return f"the draft makes it faster: {figures}\nuse it: {use}"
     return (
         f"the draft is not worth it yet: {figures}\nlonger training helps most (--minutes), then more text of the kind "
-        f"that is to be written; without training: --draft suffix+prompt-lookup\nto try it all the same: {use}"
+        f"that is to be written; without training: --draft recycle+suffix+prompt-lookup\nto try it all the same: {use}"
     )
 
 

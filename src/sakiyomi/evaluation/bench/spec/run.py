@@ -223,7 +223,7 @@ class Talk:
     def run(self, way: EngineView, params: SamplingParams) -> TimedRun:
         """Answer all turns, one after the other."""
         done = []
-        if way.engine.drafter is not None and self.repeated:
+        if self.repeated and way.engine.drafter is not None:
             way.engine.drafter.forget()
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
