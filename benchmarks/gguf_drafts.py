@@ -61,7 +61,7 @@ def exported(model: str, place: Path, kind: str, target: str) -> tuple[str, str]
     out = place / f"{Path(model).name}.gguf"
     command = [sys.executable, "-m", "sakiyomi", "export", "gguf", model, str(out), "--type", kind, "--json"]
     for more in (["--target", target], []):  # heads have a target, models have none
-        done = subprocess.run([*command, *more], capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *more], capture_output=True, encoding="utf-8", check=False)
         if done.returncode == 0:
             called = json.loads(done.stdout.strip().splitlines()[-1])["kind"]
             return str(out), "draft-simple" if called == "model" else called
@@ -71,7 +71,7 @@ def exported(model: str, place: Path, kind: str, target: str) -> tuple[str, str]
 def by_llama(python: str, task: dict[str, Any]) -> dict[str, Any]:
     """Texts and counts of llama.cpp's server in a process of its own."""
     done = subprocess.run(
-        [python, "-I", "-c", SERVER], input=json.dumps(task), capture_output=True, text=True, check=False
+        [python, "-I", "-c", SERVER], input=json.dumps(task), capture_output=True, encoding="utf-8", check=False
     )
     if done.returncode:
         raise SystemExit(f"llama.cpp ended with {done.returncode}:\n{done.stderr[-3000:]}")

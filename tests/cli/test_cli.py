@@ -379,8 +379,8 @@ def test_streamed_or_not_each_prompt_has_its_own_seed(pair: list[str]) -> None:
 def test_a_model_without_a_known_draft_gets_a_hint(models: Path) -> None:
     base = ["generate", "Once", "--target", str(models / "target"), "--compile", "false", "--max-new-tokens", "4"]
     said = runner.invoke(app, base).stderr
-    assert "suffix+prompt-lookup drafts" in said and "sakiyomi tune" in said and "train draft" in said
-    assert re.search(r"4 tokens, \d+ tokens/s, .* draft suffix\+prompt-lookup\n$", said)
+    assert "recycle+suffix+prompt-lookup drafts" in said and "sakiyomi tune" in said and "train draft" in said
+    assert re.search(r"4 tokens, \d+ tokens/s, .* draft recycle\+suffix\+prompt-lookup\n$", said)
     spec = f"model:{models / 'draft'}"
     assert runner.invoke(app, [*base, "--draft", spec]).stderr.endswith(f"; draft {spec}\n")
     said = runner.invoke(app, [*base, "--draft", "none"]).stderr

@@ -87,6 +87,7 @@ TOYS: dict[str, Callable[[Path], tuple[Any, str]]] = {
     "prompt-lookup": lambda _: (model(), "prompt-lookup"),
     "suffix": lambda _: (model(), "suffix"),
     "ngram": lambda _: (model(), "ngram"),
+    "recycle": lambda _: (model(), "recycle"),
 }
 """A target and the spec of its draft, made in a folder; the target of "mtp" and "assistant" is written there, too."""
 
@@ -104,6 +105,7 @@ REFUSED = {
     "prompt-lookup": ("prompt-lookup:long", "prompt-lookup:long"),
     "suffix": ("suffix:no/folder/file", "no/folder"),
     "ngram": ("ngram:no/file", "no file"),
+    "recycle": ("recycle:no/folder/file", "no/folder"),
 }
 """A spec that cannot be met, and what its error says."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -275,15 +276,16 @@ def test_coupled_ngrams_choose_by_the_noise_of_the_position() -> None:
     assert chosen["greedy"] == chosen["ratio"]
 
 
-def around() -> DrafterContext:
+def around(device: str = "cpu") -> DrafterContext:
     loaded = type("Loaded", (), {"name": "toy", "tokenizer": None, "folder": None})()
-    return DrafterContext(loaded, None, V)
+    return DrafterContext(loaded, type("Runner", (), {"device": torch.device(device)})(), V)
 
 
-def test_auto_is_a_free_drafter_where_no_draft_is_known() -> None:
-    drafter = make_drafter(["auto"], around())
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_a_free_drafter_where_no_draft_is_known(device: str) -> None:
+    drafter = make_drafter(["auto"], around(device))
     assert drafter is not None and not drafter.runs_model
-    assert drafter.name == "suffix+prompt-lookup"
+    assert drafter.name == ("recycle+" if device == "cpu" else "") + "suffix+prompt-lookup"
 
 
 def test_specs() -> None:

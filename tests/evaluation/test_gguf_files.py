@@ -57,12 +57,11 @@ def test_a_target_from_a_gguf_file_is_that_file(tmp_path: Path) -> None:
 
 
 def test_nothing_half_written_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(path: Path, *_: object) -> None:
-        path.write_bytes(b"GGUF")
+    def fails(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     loaded = tiny(tmp_path / "model", tiny_llama())
     with monkeypatch.context() as patch, pytest.raises(LoadError, match="No space left"):
-        patch.setattr(export, "_write", fails)
+        patch.setattr(export, "_rounded", fails)
         gguf_file(loaded, "F32")
     assert not list(gguf_folder().iterdir())

@@ -193,7 +193,7 @@ def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
 
 def test_auto_takes_the_head_beside_the_target(tmp_path: Path) -> None:
     target = save_model(tmp_path, deep_target(), TOKENIZER)
-    assert LLM(str(target), compile=False).draft.name == "suffix+prompt-lookup"
+    assert LLM(str(target), compile=False).draft.name == "recycle+suffix+prompt-lookup"
     speculators_folder(target / "eagle", head("plain"))
     llm = LLM(str(target), compile=False, strict=True)
     assert isinstance(llm.draft, EagleDrafter)

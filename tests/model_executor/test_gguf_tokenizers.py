@@ -128,7 +128,8 @@ def test_a_start_needs_no_tokenizer_of_transformers(given: GgufFile, fresh: bool
     found.save_pretrained(tmp_path / "copy")
     kept = AutoTokenizer.from_pretrained(tmp_path / "copy")
     assert list(_answers(kept)) == list(_answers(found)) and kept.chat_template == found.chat_template
-    assert recorded_tokenizer(found, tmp_path) == ({name: getattr(found, name) for name in KNOWN}, None)
+    known = {name: getattr(found, name) for name in (*KNOWN, "special_tokens_map")}
+    assert recorded_tokenizer(found, tmp_path) == (known, None)
     found.add_tokens(["fox and hen"])  # all else is transformers' own, and a change is recorded
     found.save_pretrained(tmp_path / "copy")
     assert "fox and hen" in (tmp_path / "copy/tokenizer.json").read_text(encoding="utf-8")

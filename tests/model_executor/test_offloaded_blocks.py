@@ -200,7 +200,7 @@ def test_peak_memory_of_a_process(tmp_path: Path) -> None:
 
     def run(how: str) -> tuple[str, int]:
         program = [sys.executable, "-c", CHILD, small, large, how]
-        found = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(program, capture_output=True, text=True, encoding="utf-8", check=True).stdout
         text, _, peak = found.strip().rpartition(" ")
         return text, int(peak)
 

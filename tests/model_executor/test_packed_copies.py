@@ -582,7 +582,10 @@ def test_torchao_rounds_what_is_loaded_for_a_gpu(fresh: Path) -> None:
 def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to be quantized for the CPU goes the way of a GPU instead."""
     pytest.importorskip("torchao")
-    monkeypatch.setattr(loading_model, "_to_be_quantized", loading_model._by_torchao)
+    by_torchao = loading_model._by_torchao
+    monkeypatch.setattr(
+        loading_model, "_to_be_quantized", lambda reader, tokenizer, kind, *_: by_torchao(reader, kind, tokenizer)
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "40kB"}])

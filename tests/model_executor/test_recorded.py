@@ -21,7 +21,7 @@ import torch
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from damage import DAMAGES, damaged
 from recordings import DTYPES, record
-from sakiyomi import LLM, SamplingParams
+from sakiyomi import LLM, InputError, SamplingParams
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.checkpoint import read_checkpoint, read_header
 from sakiyomi.core.digests import load_tensors, tokenizer_digest
@@ -30,6 +30,7 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.files import cache_folder
 from sakiyomi.core.text import profile
 from sakiyomi.core.version import __version__
+from sakiyomi.engine.chat_template import Dialogue, Rendering
 from sakiyomi.engine.llm import _record_at_the_end
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
@@ -301,6 +302,27 @@ def test_a_recorded_tokenizer_answers_as_its_own(tokenizer: tuple[Any, RecordedT
     assert len(found) == len(whole) + 1 == len(found.get_vocab()) and found.decode([len(whole)]) == "先読み"
     assert found.convert_ids_to_tokens([len(whole)]) == ["先読み"] and found("先読み").input_ids[-1] >= 0
     assert found.convert_tokens_to_ids("先読み") == len(whole) in found.added_tokens_decoder
+
+
+def test_chat_templates_need_no_tokenizer_of_transformers(tmp_path: Path) -> None:
+    whole = character_tokenizer("abcdefghijklmnopqrstuvwxyzW? ")
+    text = "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content }}{% endfor %}"
+    tools = text + "{% for t in tools %}{{ t.name }}{% endfor %}"
+    asked, taken = [{"role": "user", "content": "Who?"}], Rendering(tools=[{"name": "find"}])
+    for whole.chat_template in (text, {"default": text, "tool_use": tools}):
+        whole.save_pretrained(tmp_path)
+        known, _ = recorded_tokenizer(whole, tmp_path)
+        found = recording._tokenizer(tmp_path, json.loads(json.dumps(known)), None)
+        assert Dialogue(found).read(asked) == Dialogue(whole).read(asked)
+        assert Dialogue(found).template == Dialogue(whole).template
+        assert found.chat_template == text or Dialogue(found).read(asked, taken) == Dialogue(whole).read(asked, taken)
+        with pytest.raises(InputError, match="which is no name that a template has"):
+            Dialogue(found).read(asked, Rendering(options={"padding": True}))
+        assert vars(found)["_whole"] is None
+    changed = {"apply_chat_template": lambda self, *_, **__: "mine", "__module__": "transformers.changed"}
+    whole.__class__ = type("Changed", (type(whole),), changed)
+    known, _ = recorded_tokenizer(whole, tmp_path)
+    assert RecordedTokenizer(whole.backend_tokenizer, known, lambda: whole).apply_chat_template(asked) == "mine"
 
 
 def test_a_tokenizer_that_does_more_is_not_recorded(tmp_path: Path) -> None:

@@ -104,6 +104,43 @@ def test_a_draft_learns_from_answers_to_chats(given: str, tmp_path: Path) -> Non
     assert all(prompt.endswith("</user><assistant>") for prompt in prompts)
 
 
+FORMS: list[dict[str, Any]] = [
+    {"conversations": [{"from": "human", "value": "Why?"}]},
+    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]},
+    {"turns": ["Why?", "And how?"]},
+    {"instruction": "Why?"},
+]
+
+
+@pytest.mark.parametrize("name", ["draft", "eagle", "block", "mtp"])
+def test_prompts_in_all_forms(name: str, tmp_path: Path) -> None:
+    """ShareGPT, messages, turns (the first one), instructions: each is asked through the template."""
+    target, path = templated_target(tmp_path), tmp_path / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, FORMS)), encoding="utf-8")
+    settings = SETTINGS[name] | {"out": str(tmp_path / "out"), "target": str(target), "prompts": (str(path),)}
+    settings |= {"text": (str(story_file(tmp_path / "text.jsonl")),), "samples": 4, "sample_tokens": 8}
+    module = importlib.import_module(f"sakiyomi.train.{name}")
+    assert getattr(module, f"train_{name}")(KINDS[name].of(**settings))["finished"]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    lines = (tmp_path / "out" / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    for record in map(json.loads, lines):
+        prompt = tokenizer.decode(record["tokens"][: record["prompt"]])
+        assert prompt == "<user>Why?</user><assistant>"
+    assert lines
+
+
+def test_questions_without_an_answer_are_asked_whole(tmp_path: Path) -> None:
+    """A file of `prompt` alone; other records do not go with it."""
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join([json.dumps({"prompt": f"What is {i}?"}) for i in range(4)]), encoding="utf-8")
+    found = Library(tiny_tokenizer(), 320).prompts(path, 200, "--tokens", print)
+    assert len(found) == 4 and all((ids < 0).all() for ids in found)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("\n" + json.dumps({"text": "A story."}))
+    with pytest.raises(InputError, match="1 records of other kinds"):
+        Library(tiny_tokenizer(), 320).prompts(path, 200, "--tokens", print)
+
+
 def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path) -> None:
     library, path = Library(tiny_tokenizer(), 320), chat_file(tmp_path / "chats.jsonl", 10)
     notes: list[str] = []

@@ -151,7 +151,7 @@ def _leave(code: int) -> None:
         code = _cannot_write(error)
     if (peers := sys.modules.get("sakiyomi.core.peers")) is not None:
         peers.part()
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or code == INTERRUPTED:  # Python itself may end by the signal, which is another code
         os._exit(code)
     sys.exit(code)
 

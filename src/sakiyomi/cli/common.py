@@ -89,7 +89,7 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
         )
     elif model.draft == "auto" and llm.name not in DRAFTS:
         say(
-            f"no draft is known for {model.target}: {FREE_DRAFT} drafts where the text repeats itself, for free; "
+            f"no draft is known for {model.target}: {FREE_DRAFT} drafts without training; "
             "faster: sakiyomi tune, sakiyomi train draft, or --draft with a small model of its tokenizer, or heads"
         )
     return llm

@@ -132,11 +132,11 @@ class GgufOptions:
 def gguf(options: GgufOptions, output: JsonOption) -> None:
     """Write a model as a GGUF file, which llama.cpp, LM Studio and Ollama run.
 
-    Targets and draft models alike, and EAGLE-3 heads and block drafters, which llama.cpp loads beside their target as
-    draft-eagle3, draft-dflash and draft-dspark. The tokenizer is read back and compared before anything is written.
+    Targets and draft models alike; with --target, EAGLE-3 heads and block drafters, which llama.cpp loads beside their
+    target as draft-eagle3, draft-dflash and draft-dspark. The tokenizer is read back and compared before anything is
+    written.
 
     Example: sakiyomi export gguf tales tales.gguf --type Q8_0
-    Example: sakiyomi export gguf tales-eagle eagle.gguf --target tales
     """
     out = Path(options.out).expanduser()
     if out.exists():

@@ -1,4 +1,4 @@
-"""``sakiyomi memory``: show or remove a memory file of the drafter ``suffix:FILE``."""
+"""``sakiyomi memory``: show or remove a file in which drafters keep what they learn from a user's texts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ class ShowOptions:
 def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
     """Show what a memory file holds.
 
-    It holds the token ids of requests, prompts included. With --target they are shown as text. For a draft that keeps
-    learning, [learn=FILE], it holds what it has learnt.
+    That of suffix:FILE holds the token ids of requests, prompts included. With --target they are shown as text. That of
+    recycle:FILE holds tokens and what may follow them; that of [learn=FILE] what the draft has learnt.
 
     Example: sakiyomi memory show notes.mem --model tales
     """
-    from sakiyomi.drafters.learned_file import KIND
+    from sakiyomi.drafters import graph_file, learned_file
     from sakiyomi.drafters.memory import LIMIT, read_memory
 
     path = Path(place.file).expanduser()
-    if _is(path, KIND):
-        _show_learned(path, output)
-        return
+    for kind, shown in ((learned_file.KIND, _show_learned), (graph_file.KIND, _show_graph)):
+        if _is(path, kind):
+            shown(path, output)
+            return
     contents = read_memory(path)
     decode = _decoder(options.target, contents.tokenizer) if options.target else None
     documents: list[dict[str, Any]] = []
@@ -70,14 +71,13 @@ def clear(place: FileArgument, output: JsonOption) -> None:
 
     Example: sakiyomi memory clear notes.mem
     """
-    from sakiyomi.drafters.learned_file import KIND as LEARNED
-    from sakiyomi.drafters.memory import KIND
+    from sakiyomi.drafters import graph_file, learned_file, memory
 
     path = Path(place.file).expanduser()
     if not path.is_file():
         raise InputError(f"there is no file {path}")
     try:
-        if not (_is(path, KIND) or _is(path, LEARNED)):
+        if not any(_is(path, module.KIND) for module in (memory, graph_file, learned_file)):
             raise InputError(f"{path} is no memory file of sakiyomi; it was left as it is")
         size = path.stat().st_size
         path.unlink()
@@ -110,6 +110,24 @@ def _show_learned(path: Path, output: JsonOption) -> None:
     say(
         f"{path}: learnt from {learned.seen} tokens of {learned.texts} texts, {len(learned.tokens)} rows of the head "
         f"changed, {readable(found['bytes'])}, draft {learned.draft[:12]}"
+    )
+    output.emit(found)
+
+
+def _show_graph(path: Path, output: JsonOption) -> None:
+    from sakiyomi.drafters.graph_file import read_graph
+
+    graph = read_graph(path)
+    counts = [len(after) for after in reversed(graph.after)]
+    found: dict[str, Any] = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "tokenizer": graph.tokenizer,
+        "contexts": counts,
+    }
+    say(
+        f"{path}: what may follow {counts[0]} tokens, {counts[1]} pairs and {counts[2]} triples of tokens, "
+        f"{readable(found['bytes'])}, tokenizer {graph.tokenizer[:12]}"
     )
     output.emit(found)
 

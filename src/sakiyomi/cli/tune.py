@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.common import INTERRUPTED, JsonOption
 from sakiyomi.cli.output import progress, say, table
 from sakiyomi.evaluation.tuning.config import PairConfig, TuneConfig
 
@@ -19,7 +20,10 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     measured on other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to
     speculate.
 
-    Example: sakiyomi tune --model FOLDER --draft suffix --draft self-int8
+    With --train MINUTES the target first answers prompts, and a drafter learns from the answers; the command says what
+    it trains and, after two minutes, what to expect. Stop it at any time: the same command continues.
+
+    Example: sakiyomi tune --model FOLDER --train 60
     """
     if config.watch:
         _watch(config, output)
@@ -27,12 +31,33 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.search import tune
 
-        found = tune(config, status.update)
+        trained = _trained(config, status) if config.train else {}
+        if trained and not trained["finished"]:
+            say("stopped; what was written is kept, and the same command continues")
+            output.emit({"trained": trained})
+            raise typer.Exit(INTERRUPTED)
+        found = tune(trained.pop("config", config), status.update, faster=bool(trained))
+    if trained:
+        found["trained"] = trained
     table([_drafter(row) for row in found["drafters"] if "refused" not in row], title="drafters, at chains of 8")
     say(*(f"{row['draft']}: {row['refused']}" for row in found["drafters"] if "refused" in row), "")
     table(_configurations(found), title="configurations, tokens/s behind the prompt")
     say(*_summary(found))
     output.emit(found)
+
+
+def _trained(config: PairConfig, status: Any) -> dict[str, Any]:
+    """Train a drafter; what was made, and the settings with which it is measured."""
+    from sakiyomi.evaluation.tuning.training import measured_config, train_drafter
+
+    def ask(line: str) -> bool:
+        if config.yes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            return True
+        return typer.confirm("Go on?", default=True, err=True)
+
+    found = train_drafter(config, status.update, ask, status.stop)
+    status.start()
+    return found | ({"config": measured_config(config, found)} if found["finished"] else {})
 
 
 def _watch(config: PairConfig, output: JsonOption) -> None:
@@ -118,7 +143,12 @@ def _summary(found: dict[str, Any]) -> list[str]:
             + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)")
         )
     lines.append(f"it took {facts['seconds']:.0f} s")
-    lines.append(f"kept in {found['file']}; draft auto uses it" if found["file"] else "nothing was kept (no-save)")
+    if found["file"]:
+        lines.append(f"kept in {found['file']}; draft auto uses it")
+    else:
+        lines.append("nothing was kept; draft auto stays as it was")
+    if "trained" in found:
+        lines.append(f"the trained drafter is in {found['trained']['folder']}")
     return lines
 
 

@@ -20,12 +20,16 @@ Chat = Sequence[Mapping[str, Any]]
 
 
 def chat_messages(record: dict[str, Any], place: str) -> list[Message] | None:
-    """The messages of a record: `conversations` (ShareGPT) or `messages`; None: it is no chat.
+    """The messages of a record: `conversations` (ShareGPT), `messages`, or the first of `turns`; None: it is no chat.
+
+    `turns` (MT-bench) are messages of the user. The later ones refer to replies that the file does not have.
 
     Raises:
         LoadError: a message has another role, or no text.
     """
     turns = record.get("conversations", record.get("messages"))
+    if turns is None and isinstance(asked := record.get("turns"), list) and asked:
+        turns = [{"role": "user", "content": asked[0]}]
     if turns is None:
         return None
     found: list[Message] = []

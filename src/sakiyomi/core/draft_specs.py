@@ -148,6 +148,7 @@ FORMS = {
     "prompt-lookup": Form("[:<longest match>]"),
     "suffix": Form("[:<file>]"),
     "ngram": Form("[:<file>]", "file", _file),
+    "recycle": Form("[:<file>]"),
 }
 """Drafters by the name before the colon of their spec; ``drafters.DRAFTERS`` makes them."""
 

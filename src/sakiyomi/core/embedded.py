@@ -21,8 +21,9 @@ DEFAULT = "tales"
 """The target of commands and measurements that are given no other one."""
 DRAFTS = {"tales": "tales-draft"}
 """Of embedded targets: the draft model that was distilled from each."""
-FREE_DRAFT = "suffix+prompt-lookup"
-"""Of other targets: drafters from the text itself, which need no training and propose where it repeats itself."""
+FREE_DRAFT = "recycle+suffix+prompt-lookup"
+"""Of other targets: drafters that need no training. They propose what the target's passes ranked first after the same
+tokens, and what the text repeats."""
 MEDUSA_HEADS = {"tales": "tales-medusa"}
 """Of embedded targets: the Medusa heads that were trained on each."""
 EAGLE_HEADS = {"tales": "tales-eagle"}

@@ -55,7 +55,7 @@ class _Lines:
     """Prints a line every 20 seconds while it is entered; has the methods of rich's spinner."""
 
     def __init__(self, text: str) -> None:
-        self.status, self._over = text, threading.Event()
+        self.status, self._over, self._silent = text, threading.Event(), False
 
     def __enter__(self) -> _Lines:
         threading.Thread(target=self._run, name="progress", daemon=True).start()
@@ -69,10 +69,14 @@ class _Lines:
         self.status = text
 
     def stop(self) -> None:
-        """As rich's; nothing is to be cleared from the screen."""
+        """As rich's: print nothing until it starts again."""
+        self._silent = True
 
-    start = stop
+    def start(self) -> None:
+        """As rich's."""
+        self._silent = False
 
     def _run(self) -> None:
         while not self._over.wait(_EVERY):
-            print(f"{self.status} ...", file=sys.stderr, flush=True)  # noqa: T201
+            if not self._silent:
+                print(f"{self.status} ...", file=sys.stderr, flush=True)  # noqa: T201

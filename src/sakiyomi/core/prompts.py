@@ -20,9 +20,9 @@ def read_prompts(path: str | Path, count: int | None = None, category: str | Non
     """Prompts of a file.
 
     Args:
-        path: text, one prompt a line; or .jsonl, each line with ``text``, ``prompt``, ``turns`` (the first is taken),
-            or a chat, ``messages`` or ``conversations``, whose last message of the user is to be answered. Either may
-            end in .gz.
+        path: text, one prompt a line; or .jsonl, each line with ``text``, ``prompt``, or a chat: ``messages`` or
+            ``conversations``, whose last message of the user is to be answered, or ``turns``, of which the first is.
+            Either may end in .gz.
         count: how many prompts to read, from the first on; None: all.
         category: only the lines of a .jsonl with this ``category``, unless it has none of them.
 
@@ -113,7 +113,7 @@ def _prompt(value: Any, path: Path, number: int) -> str | Chat:
     messages = chat_messages(value, place) if isinstance(value, dict) else None
     if messages is not None and (chat := asked(messages)):
         return chat
-    value = _first(value, "text", "prompt", "turns")
+    value = _first(value, "text", "prompt")
     if not isinstance(value, str) or not value:
         raise LoadError(
             f"{place} is no prompt; expected a JSON text, or an object with text, prompt, turns, or messages of which "

@@ -92,10 +92,15 @@ DRAFTERS: dict[str, str | Callable[[Any, DrafterContext], Drafter]] = {
     "prompt-lookup": "lookup.PromptLookup",
     "suffix": "suffix.SuffixDrafter",
     "ngram": "ngram.NgramDrafter",
+    "recycle": "recycle.RecycleDrafter",
 }
 """By the name before the colon of a spec: module and class of a drafter, or what makes it from the value behind the
 colon (``read_argument``). Modules are imported when such a drafter is wanted.
 """
+
+
+NGRAMS = "ngram.safetensors"
+"""A file in a target's folder that "auto" uses, see `sakiyomi train ngram`."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
@@ -156,11 +161,21 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
 
 
 def _known(around: DrafterContext) -> list[str | Drafter]:
-    """What "auto" stands for: the draft of an embedded target, else a head beside the target, else ``FREE_DRAFT``."""
+    """What "auto" stands for: the draft of an embedded target, else a head beside the target, else ``FREE_DRAFT``, and
+    with it the table ``NGRAMS`` beside the target if there is one.
+    """
     known = DRAFTS.get(around.target.name)
     if known is not None:
         return [f"model:{known}"]
-    return [*(heads_beside(around.target.folder)[:1] or split_spec(FREE_DRAFT))]
+    folder = around.target.folder
+    if heads := heads_beside(folder):
+        return [heads[0]]
+    free: list[str | Drafter] = [*split_spec(FREE_DRAFT)]
+    if around.packed.device.type != "cpu":
+        free.remove("recycle")  # its rounds are Python's, and were never measured there
+    if folder is not None and (folder / NGRAMS).is_file():
+        free.append(f"ngram:{folder / NGRAMS}")
+    return free
 
 
 def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:

@@ -11,8 +11,8 @@ from sakiyomi.drafters.base import Context, Drafter
 
 _NEEDED = ("propose", "name", "kind")
 _OPTIONAL = (
-    "kind_for", "observe", "inherit", "end", "hidden_states", "model", "runs_model", "prefers_coupled", "passes",
-    "forward_seconds", "prefill_seconds",
+    "kind_for", "observe", "rank", "inherit", "end", "forget", "hidden_states", "leading", "model", "runs_model",
+    "prefers_coupled", "passes", "forward_seconds", "prefill_seconds",
 )  # fmt: skip
 _TYPES: dict[str, Callable[[Any], Any]] = {"passes": int, "forward_seconds": float, "prefill_seconds": float}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import Draft, DraftKind, Rule
+from sakiyomi.core.tree import Draft, DraftKind, Rule, TokenTree
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.sampling.rng import RequestNoise
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Drafter", "DrafterContext", "HiddenStates", "Rule", "tell"]
 
 logger = logging.getLogger("sakiyomi")
+
+Ranked = tuple[Sequence[int], Sequence[float]]
+"""The likeliest tokens of a row and their log probabilities at temperature 1, the likeliest first."""
 
 
 @dataclass(eq=False)
@@ -129,6 +132,7 @@ class Drafter(ABC):
         runs_model: whether proposing runs a model. Among merged drafters these are asked last.
         model: the draft model; None: there is none.
         hidden_states: hidden states of the target that it reads; None: none.
+        leading: how many of the likeliest tokens of each row of the target it reads, see ``rank``; 0: none.
         prefers_coupled: whether its trees follow the noise of each token's position under the rule "coupled". Then
             acceptance "auto" chooses that rule for trees.
         members: drafters that it uses; their counters and clocks are included in its own.
@@ -140,6 +144,7 @@ class Drafter(ABC):
     runs_model = False
     prefers_coupled = False
     hidden_states: HiddenStates | None = None
+    leading = 0
     model: ModelRunner | None = None
     members: Sequence[Drafter] = ()
     parts: tuple[str, ...] = ()
@@ -192,6 +197,20 @@ class Drafter(ABC):
             states: by layer, (tokens, hidden).
         """
 
+    def rank(self, context: Context, tree: TokenTree, rows: Sequence[Ranked]) -> None:  # noqa: B027
+        """Receive the likeliest tokens after each row of the request's part of a pass; called if ``leading`` asks.
+
+        Args:
+            context: of the request, to which nothing of this pass is committed yet.
+            tree: that was scored; empty where the prompt was read to its end.
+            rows: behind the last token, and behind each node.
+        """
+
+    def forget(self) -> None:
+        """Drop what earlier requests have taught it; measurements that write a text several times call it before."""
+        for member in self.members:
+            member.forget()
+
     def inherit(self, context: Context, earlier: Context) -> None:  # noqa: B027
         """Take over the state of a conversation's previous request, which then ends."""
 
@@ -200,7 +219,7 @@ class Drafter(ABC):
         context.memory.pop(self.name, None)
 
 
-def tell(drafter: Drafter | None, what: Literal["observe", "inherit", "end"], *about: Any) -> None:
+def tell(drafter: Drafter | None, what: Literal["observe", "rank", "inherit", "end"], *about: Any) -> None:
     """Call this method of a drafter. Errors are logged and not raised: they can only make later drafts worse."""
     try:
         if drafter is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
-from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell
+from sakiyomi.drafters.base import Context, Drafter, HiddenStates, Ranked, tell
 from sakiyomi.drafters.confidence import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
@@ -70,6 +70,7 @@ class MergedDrafter(Drafter):
         self.name = "+".join(member.name for member in self.members)
         self.parts = tuple(member.name for member in self.members)
         self.runs_model = any(member.runs_model for member in self.members)
+        self.leading = max(member.leading for member in self.members)
         asked = [member.hidden_states for member in self.members if member.hidden_states is not None]
         if asked:
             layers = tuple(sorted({layer for each in asked for layer in each.layers}))
@@ -83,6 +84,12 @@ class MergedDrafter(Drafter):
         for member in self.members:
             if member.hidden_states is not None and member.hidden_states.rows == "all":
                 tell(member, "observe", context, first, {layer: states[layer] for layer in member.hidden_states.layers})
+
+    def rank(self, context: Context, tree: TokenTree, rows: Sequence[Ranked]) -> None:
+        """See ``Drafter``."""
+        for member in self.members:
+            if member.leading:
+                tell(member, "rank", context, tree, rows)
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""

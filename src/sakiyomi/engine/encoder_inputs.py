@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
@@ -19,6 +18,9 @@ from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens, with_ids
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.loading import Loaded
 from sakiyomi.model_executor.runner import ModelRunner, first_logits
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 
 @dataclass(frozen=True, eq=False)

@@ -299,6 +299,7 @@ class Engine:
                 rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
                 verdict = verdict or request.verifier.verify(draft, rows, case.noise)
                 self._speculation.give_states(request, output, case.row, verdict.path)
+                self._speculation.give_ranks(request, draft, output, case.row)
                 self._keep(request, draft, verdict, rows)
                 steps.append(request.commit(draft, verdict, rows))
                 self._evict(request)

@@ -52,7 +52,7 @@ class LLM:
         draft: "none" (or None), "auto", a folder or file with a model or heads, any form of ``docs/drafters.md``
             ("suffix", "early-exit:4"), a Drafter object, or several: joined by "+", or in a list. "auto" uses what
             ``sakiyomi tune`` found for this target on this machine (``profile``), else ``tales-draft`` for ``tales``,
-            else a head in its folder (`eagle`, `block`, `mtp`, `medusa`), else suffix+prompt-lookup.
+            else a head in its folder (`eagle`, `block`, `mtp`, `medusa`), else recycle+suffix+prompt-lookup.
         cache: which keys and values are kept, and how: "full", a policy with options (``"h2o[sinks=4,local=32]"``),
             a number of bits ("quant-4", "kvquant-3"), both (``"h2o+quant-4"``), or mapped files ("offload:FOLDER");
             see ``docs/policies.md``.

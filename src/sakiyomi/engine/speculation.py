@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from sakiyomi.core.errors import DraftError, InputError
@@ -23,6 +24,7 @@ from sakiyomi.engine.pace import Pace
 from sakiyomi.engine.request import GIVEN, Request
 from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.sampling.probs import leading
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 logger = logging.getLogger("sakiyomi")
@@ -216,6 +218,22 @@ class SpeculationController:
             request.context.states = {layer: output.features[layer][rows[-1]] for layer in wanted.layers}
         elif request.decoding:  # those of the prompt were given as it was read
             self.give_all_states(request, output, request.cached, rows)
+
+    def give_ranks(self, request: Request, draft: Draft, output: PassOutput, first: int) -> None:
+        """Give the drafter the likeliest tokens of a request's rows, if it reads them; nothing is committed yet.
+
+        Args:
+            request: whose rows they are.
+            draft: that was scored.
+            output: of the pass.
+            first: the request's first row.
+        """
+        drafter = self.drafter
+        if drafter is None or not drafter.leading or request.undrafted:
+            return
+        rows = output.logits[first : first + len(draft.tree.tokens) + 1]
+        with suppress(InputError):  # a row of a refused node is not a number
+            tell(drafter, "rank", request.context, draft.tree, leading(rows, drafter.leading))
 
     def give_all_states(self, request: Request, output: PassOutput, first: int, rows: slice | list[int]) -> None:
         """Give a drafter that wants all hidden states those in these rows of a pass: of the tokens from `first` on."""

@@ -65,10 +65,11 @@ def profile_path(target: ModelRunner, tokenizer: Any) -> Path:
 
     In the folder ``$SAKIYOMI_PROFILES``, else beside the compiled kernels.
     """
-    return _folder() / f"{_setting(target)}-{_digest(fingerprint(target.module, tokenizer))}.json"
+    return profiles_folder() / f"{_setting(target)}-{_digest(fingerprint(target.module, tokenizer))}.json"
 
 
-def _folder() -> Path:
+def profiles_folder() -> Path:
+    """``$SAKIYOMI_PROFILES``, else a folder in the cache folder."""
     own = os.environ.get("SAKIYOMI_PROFILES")
     return Path(own) if own else cache_folder() / "profiles"
 
@@ -113,7 +114,7 @@ def read_profile(path: Path) -> Profile | None:
 
 def find_profile(target: ModelRunner, tokenizer: Any) -> Profile | None:
     """The profile of a target; None: there is none, or what it names is gone, which the log says."""
-    if not any(_folder().glob(f"{_setting(target)}-*.json")):
+    if not any(profiles_folder().glob(f"{_setting(target)}-*.json")):
         return None  # to tell a model from others takes a while: all of its vocabulary is read
     found = read_profile(profile_path(target, tokenizer))
     if found is None:

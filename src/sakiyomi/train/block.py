@@ -23,14 +23,15 @@ from sakiyomi.train.acceptance import Continuations, ranked
 from sakiyomi.train.commands import TrainBlock
 from sakiyomi.train.head_recipe import LayersRecipe
 from sakiyomi.train.hidden import TargetStates, begin_as
+from sakiyomi.train.loop import Watch
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.parallel import mask_token
 from sakiyomi.train.recipe import train
 
 
-def train_block(config: TrainBlock, command: str = "") -> dict[str, Any]:
+def train_block(config: TrainBlock, command: str = "", watch: Watch | None = None) -> dict[str, Any]:
     """Run `sakiyomi train block`, see `recipe.train`."""
-    return train(_Block(config), command)
+    return train(_Block(config), command, watch)
 
 
 class _Block(LayersRecipe[TrainBlock]):

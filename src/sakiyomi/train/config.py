@@ -300,12 +300,14 @@ class HeadConfig(TaughtConfig):
         muon_lr: Peak learning rate of Muon (matrices of the layers, and the projection of hidden states); 0: AdamW
             trains them, too.
         adam_lr: Peak learning rate of AdamW (norms, and all other trained weights).
+        speed: Measure tau of trees and the speed-up with the engine when the head is finished.
     """
 
     loop: LoopOptions = LoopOptions(minutes=40.0, decay_share=0.6, row_tokens=(256,), step_tokens=4096, compile=False)
     text: TextOptions = TextOptions(muon_lr=0.05, adam_lr=0.005, weight_decay=0.0)
     step_decay: float = setting(0.8, above=0, most=1)
     loss: str = setting("ce", choices=("ce", "tv", "lk"))
+    speed: bool = setting(True, resume=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,8 @@ class Library:
         return found if self._marked else [token_ids(ids) for ids in found]
 
     def prompts(self, path: Path, room: int, flag: str, note: Callable[[str], None]) -> list[Ids]:
-        """What a target continues: of chats every point where the assistant is to speak, else the documents.
+        """What a target continues: of chats every point where the assistant is to speak, prompts without an answer,
+        else the documents.
 
         Args:
             path: of the file; what is held back is left out.
@@ -78,14 +79,17 @@ class Library:
             InputError: the file holds chats and other records, or no prompt is short enough.
         """
         chats = [document.messages for document in self._read(path) if document.messages is not None]
-        if not chats and room >= LONGEST_PROMPT:
+        questions = (one.ids for one in self._read(path) if one.messages is None and one.ids is not None)
+        asked = [ids for ids in questions if not (ids >= 0).any()]
+        if not chats and not asked and room >= LONGEST_PROMPT:
             return [token_ids(ids) for ids in self.documents(path)]
-        others = len(self._read(path)) - len(chats)
-        if chats and others:
+        others = len(self._read(path)) - len(chats) - len(asked)
+        if (chats or asked) and others:
             raise InputError(
-                f"{path} holds chats and {others} records of other kinds; put them into files of their own"
+                f"{path} holds chats or prompts and {others} records of other kinds; put them into files of their own"
             )
         prompts = [~np.array(ids, np.int64) for messages in chats for ids in chat_prompts(self._tokenizer, messages)]
+        prompts += asked
         fitting = [ids for ids in prompts if 0 < len(ids) <= room]
         if not fitting:
             raise InputError(f"the target's positions leave {room} tokens for a prompt of {path}; set {flag} lower")

@@ -126,7 +126,7 @@ def read_records(path: Path, *, answered: bool = False) -> Generator[Record]:
 
     - `text`: a text;
     - `tokens`, a list of ids, perhaps with `prompt`, the number of those that are a prompt: what a target wrote;
-    - `conversations` or `messages`: a chat;
+    - `conversations` or `messages`: a chat; `turns`: a message of a user, the first of them;
     - `instruction` (with `input`) and `output`, as LongAlpaca and Alpaca have them: a message and its reply;
     - `prompt` and `answer`, texts as they are, perhaps with `question`.
 
@@ -207,8 +207,9 @@ def _record(value: Any, place: str, answered: bool) -> Record:
     if isinstance(tokens, list) and all(type(one) is int for one in (*tokens, prompt)) and 0 <= prompt <= len(tokens):
         return Record(place, tokens=tokens, asked=prompt)
     raise LoadError(
-        f'{place} has no "text", no "conversations" or "messages", no "tokens" (ids, perhaps with "prompt", the number '
-        'of those that are one), no "instruction" with "output" and no "prompt" with "answer"; expected one of them'
+        f'{place} has no "text", no "conversations", "messages" or "turns", no "tokens" (ids, perhaps with "prompt", '
+        'the number of those that are one), no "instruction" with "output" and no "prompt" with "answer"; expected '
+        "one of them"
     )
 
 

@@ -53,7 +53,7 @@ def train_distill_data(
     samples = Samples(plan, digest, tokenizer, specs)
     before, finished = samples.count, True
     try:
-        samples.extend(by(llm) if writer is None else writer(digest), pools, reporter)
+        samples.extend(by(llm) if writer is None else writer(digest), pools, reporter.note)
     except KeyboardInterrupt:
         finished = False
     return {

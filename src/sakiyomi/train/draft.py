@@ -38,7 +38,7 @@ from sakiyomi.train.commands import TrainDraft
 from sakiyomi.train.export import Result, model_folder, read_card, save
 from sakiyomi.train.hidden import SoftLabels, vocabulary
 from sakiyomi.train.llama import draft_sizes, new_llama
-from sakiyomi.train.loop import compile_layers, compiled_loss
+from sakiyomi.train.loop import Watch, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.parallel import MaskedRows, mask_token, rank_parallel
 from sakiyomi.train.progress import Reporter
@@ -52,9 +52,9 @@ WORTH = 1.05
 MEASURED_PROMPTS, MEASURED_TOKENS = 8, 64
 
 
-def train_draft(config: TrainDraft, command: str = "") -> dict[str, Any]:
+def train_draft(config: TrainDraft, command: str = "", watch: Watch | None = None) -> dict[str, Any]:
     """Run `sakiyomi train draft`, see `recipe.train`."""
-    return train((_ParallelDraft if config.parallel > 1 else _Draft)(config), command)
+    return train((_ParallelDraft if config.parallel > 1 else _Draft)(config), command, watch)
 
 
 class _Draft(Taught[TrainDraft]):

@@ -20,12 +20,13 @@ from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
 from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.head_recipe import STEPS, LayersRecipe, Unrolled, UnrolledRecipe, attend_in_steps, behind
 from sakiyomi.train.hidden import begin_as, vocabulary
+from sakiyomi.train.loop import Watch
 from sakiyomi.train.recipe import train
 
 
-def train_eagle(config: TrainEagle, command: str = "") -> dict[str, Any]:
+def train_eagle(config: TrainEagle, command: str = "", watch: Watch | None = None) -> dict[str, Any]:
     """Run `sakiyomi train eagle`, see `recipe.train`."""
-    return train(_Eagle(config), command)
+    return train(_Eagle(config), command, watch)
 
 
 class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):

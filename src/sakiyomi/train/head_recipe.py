@@ -132,10 +132,11 @@ class HeadRecipe(Taught[Settings]):
         measures = {name: measured(found) for name, found in ranks.items()}
         del self.target, self.states  # two targets need not fit
         gc.collect()
-        self.reporter.note(MEASURING)
         draft = f"{self.kind}:{folder}"
-        for name, values in worth(config.target, draft, self.held_out, config.loop.compile).items():
-            measures[name] |= values
+        if config.speed:
+            self.reporter.note(MEASURING)
+            for name, values in worth(config.target, draft, self.held_out, config.loop.compile).items():
+                measures[name] |= values
         more = {
             "about": about,
             "parameters": sum(tensor.numel() for tensor in written.values()),

@@ -35,6 +35,9 @@ from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Reporter, Sc
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.workers import ALONE, Workers
 
+Watch = Callable[[Progress, float], bool]
+"""Told the progress and the share of the budget that is spent; False: stop."""
+
 
 class Learner(ABC):
     """A loss, and everything else that the loop needs, except the module.
@@ -49,6 +52,7 @@ class Learner(ABC):
         grow_at: share of the budget at which it is.
         warmup_share: first share of the budget in which the learning rate rises.
         clip_values: `clip` bounds each entry of the gradient, and not its norm.
+        watch: called after every held-out measurement but the last; the run stops with a checkpoint if it gives False.
     """
 
     config: RunConfig
@@ -60,6 +64,7 @@ class Learner(ABC):
     grow_at: float = 0.0
     warmup_share: float = 0.0
     clip_values: bool = False
+    watch: Watch | None = None
 
     def row_length(self, step: int, share: float) -> int:
         """Tokens of the rows of a step, when so much of the budget is spent."""
@@ -137,6 +142,9 @@ class Loop:
             if self.progress.seconds - measured >= self.config.eval_minutes * 60:
                 self._measure(reporter)
                 measured = self.progress.seconds
+                if self.learner.watch is not None:
+                    with reporter.paused():  # it may ask something
+                        self._stop_asked |= not self.learner.watch(self.progress, self.share)
             if self.progress.seconds - saved >= self.config.save_minutes * 60:
                 self.save()
                 saved = self.progress.seconds

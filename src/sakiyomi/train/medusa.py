@@ -34,7 +34,7 @@ from sakiyomi.train.counted import Library
 from sakiyomi.train.data import TextSpec, parse_texts
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import HiddenStates, vocabulary
-from sakiyomi.train.loop import compile_layers, place
+from sakiyomi.train.loop import Watch, compile_layers, place
 from sakiyomi.train.medusa_joint import Joint, guess_loss, save_tuned
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_heads
@@ -50,9 +50,9 @@ SHORTEST_VALID = 8
 """Tokens of the shortest held-out text of a file; it is a prompt as a whole."""
 
 
-def train_medusa(config: TrainMedusa, command: str = "") -> dict[str, Any]:
+def train_medusa(config: TrainMedusa, command: str = "", watch: Watch | None = None) -> dict[str, Any]:
     """Run `sakiyomi train medusa`, see `recipe.train`."""
-    return train(_Medusa(config), command)
+    return train(_Medusa(config), command, watch)
 
 
 class _Medusa(Recipe[TrainMedusa]):

@@ -21,14 +21,15 @@ from sakiyomi.drafters.mtp_layer import MtpForm, make_mtp, new_mtp, read_mtp, wr
 from sakiyomi.model_executor.structural_copy import layer_list
 from sakiyomi.train.commands import TrainMtp
 from sakiyomi.train.head_recipe import STEPS, Unrolled, UnrolledRecipe, attend_in_steps, behind, own_attention
+from sakiyomi.train.loop import Watch
 from sakiyomi.train.recipe import train
 
 NEW = "new"
 
 
-def train_mtp(config: TrainMtp, command: str = "") -> dict[str, Any]:
+def train_mtp(config: TrainMtp, command: str = "", watch: Watch | None = None) -> dict[str, Any]:
     """Run `sakiyomi train mtp`, see `recipe.train`."""
-    return train(_Mtp(config), command)
+    return train(_Mtp(config), command, watch)
 
 
 class _Mtp(UnrolledRecipe[TrainMtp]):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,15 @@ class Reporter:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Without the bar on the screen."""
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
 
     def step(self, progress: Progress, share: float, scale: float) -> None:
         """Report the step just done; `share` of the budget is spent, `scale` is the factor of the learning rate."""

@@ -20,7 +20,7 @@ from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, writing
 from sakiyomi.train.config import RunConfig, TextOptions
 from sakiyomi.train.data import TextSpec, parse_texts, parse_valid, read_records
 from sakiyomi.train.export import Result, write_card
-from sakiyomi.train.loop import Learner, Loop
+from sakiyomi.train.loop import Learner, Loop, Watch
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.progress import Reporter
 from sakiyomi.train.workers import ALONE, Workers, started
@@ -100,12 +100,13 @@ class TextRecipe(Recipe[Settings]):
         return text_optimizers(self.config.group(TextOptions), model)
 
 
-def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
+def train(recipe: Recipe[Any], command: str = "", watch: Watch | None = None) -> dict[str, Any]:
     """Run a recipe to the end of its budget.
 
     Args:
         recipe: with its settings.
         command: the command line, for the card.
+        watch: see `Learner`.
 
     Returns:
         The summary that `--json` prints; `finished` is False after SIGINT. A worker that torchrun has started, and that
@@ -115,6 +116,7 @@ def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
     config: RunConfig = recipe.config
+    recipe.watch = watch
     given = launched()
     _check_rows(config, given.count if given else config.loop.workers)
     recipe.check()

@@ -25,7 +25,7 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.train.checkpoint import whole_lines, writing
 from sakiyomi.train.counted import LONGEST_PROMPT, token_ids
 from sakiyomi.train.data import Ids, TextSpec
-from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Reporter
+from sakiyomi.train.progress import LONGEST_STEP_SECONDS
 
 DIGEST_VALUES = 64
 
@@ -206,7 +206,7 @@ class Samples(Pieces):
                 self.count += self.plan.batch
                 path.unlink()
 
-    def extend(self, write: Write, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
+    def extend(self, write: Write, pools: Sequence[Sequence[Ids]], note: Callable[[str], None]) -> None:
         """Have the target write until the file holds as many as were wanted, or the time is spent.
 
         Each line holds `tokens` (prompt and continuation), `prompt` (its length) and `temperature`. A run that is
@@ -216,7 +216,7 @@ class Samples(Pieces):
             write: who writes, see ``by``.
             pools: documents whose beginnings are the prompts, of each file; of one with tokens that do not count
                 (``train.counted``) these are the prompt.
-            reporter: told after each batch.
+            note: told after each batch.
         """
         plan = self.plan
         if plan.keep or self.count >= plan.count:
@@ -224,7 +224,7 @@ class Samples(Pieces):
         with self._alone():
             self.count = self._open()  # another run may have written meanwhile
             self._join()
-            self._extend(write, pools, reporter)
+            self._extend(write, pools, note)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -239,7 +239,7 @@ class Samples(Pieces):
     def _parts(self) -> list[Path]:
         return list(self.folder.glob("*.jsonl"))
 
-    def _extend(self, write: Write, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
+    def _extend(self, write: Write, pools: Sequence[Sequence[Ids]], note: Callable[[str], None]) -> None:
         plan, spent, began = self.plan, 0.0, time.monotonic()
         numbers = range(self.count // plan.batch, -(-plan.count // plan.batch))
         missing = [number for number in numbers if not self.path(number).exists()]
@@ -255,7 +255,7 @@ class Samples(Pieces):
                 self.add(asked, texts)
                 now = time.monotonic()
                 spent, began = spent + min(now - began, LONGEST_STEP_SECONDS), now
-                reporter.note(f"samples: {self.count} of {plan.count}, {spent / 60:.1f} min")
+                note(f"samples: {self.count} of {plan.count}, {spent / 60:.1f} min")
 
 
 def weights_digest(model: PreTrainedModel) -> str:

@@ -86,7 +86,7 @@ class Taught(TextRecipe[Settings]):
             keep=loop.resume or not self.workers.leads,
         )
         samples = Samples(plan, weights_digest(self.target), self.tokenizer, prompts, self.held_back)
-        samples.extend(by(llm), pools, self.reporter)
+        samples.extend(by(llm), pools, self.reporter.note)
         if samples.count:
             stable, decay = asked.sample_share, asked.sample_share_decay
             totals = [sum(shares) for shares in zip(*((spec.stable, spec.decay) for spec in self.specs), strict=True)]

@@ -92,6 +92,8 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
 def generated(way: Any, calls: Calls) -> tuple[TimedRun, list[Generation]]:
     """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other; the generations come too."""
     done: list[Generation] = []
+    if way.engine.drafter is not None:
+        way.engine.drafter.forget()
 
     def work() -> list[list[int]]:
         for prompts, params in calls:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sakiyomi.core.embedded import BLOCK_DRAFTERS, DRAFTS, EAGLE_HEADS, MEDUSA_HEADS, folder_of
+from sakiyomi.core.embedded import BLOCK_DRAFTERS, DRAFTS, EAGLE_HEADS, FREE_DRAFT, MEDUSA_HEADS, folder_of
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters import heads_beside, parse_drafters
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.tuning.config import PairConfig
 
 Made = TypeVar("Made")
-TEXT = ("prompt-lookup", "suffix", "ngram")
+TEXT = ("prompt-lookup", "suffix", "ngram", FREE_DRAFT)
 
 
 def named(config: PairConfig) -> list[str]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from sakiyomi.core.chats import Chat
 from sakiyomi.core.checks import at_least
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.prompts import read_prompts
 from sakiyomi.evaluation.settings import TargetSettings
-from sakiyomi.evaluation.tuning.beginnings import beginnings
+
+KINDS = ("auto", "eagle", "block", "medusa", "draft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +21,9 @@ class PairConfig(TargetSettings):
         draft: drafter to consider (again for each), beside those that need nothing but the target: none,
             prompt-lookup, suffix, ngram, its own first layers, itself in 8 bits, the draft and heads that belong to it.
         drafts: folder of candidates, each a folder with a small model; unusable ones are listed with the reason.
-        prompts: file of prompts: one a line, or .jsonl with text, prompt, turns or a chat (messages); by
-            default beginnings of stories. Every second prompt calibrates, the others are kept for the comparison.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt, turns or a chat (messages, conversations). A
+            model with a chat template gets a text as a message. By default instructions, or beginnings of stories for
+            a model without one. Every second prompt calibrates, the others are kept for the comparison.
         count: maximum number of prompts.
         prompt_tokens: prompts are cut to this many tokens, chats are not.
         max_new_tokens: new tokens of each text.
@@ -32,6 +35,14 @@ class PairConfig(TargetSettings):
         quantize: int8 or int4: quantize the target's weights, if it will run so.
         save: keep the result, so that draft auto uses it for this target from now on.
         watch: choose nothing: measure the draft that was chosen before, and say whether its acceptance has fallen.
+        train: minutes to train a drafter first, on what the target answers to prompts; the same command continues a
+            stopped run. 0: none.
+        train_prompts: file of prompts for the training, or the word instructions for those of the package; all of
+            --prompts are then kept for measuring. By default --prompts, of which every eighth is kept for measuring,
+            else the instructions.
+        kind: what is trained: eagle, block, medusa, draft (a small model), or auto: the one with the best predicted
+            speed here.
+        yes: do not ask after the first forecast whether to continue.
     """
 
     draft: tuple[str, ...] = ()
@@ -47,17 +58,28 @@ class PairConfig(TargetSettings):
     quantize: str | None = None
     save: bool = True
     watch: bool = False
+    train: float = 0.0
+    train_prompts: str | None = None
+    kind: str = "auto"
+    yes: bool = False
 
     def __post_init__(self) -> None:
-        at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1)
+        at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1, train=0)
+        if self.kind not in KINDS:
+            raise InputError(f"kind is {self.kind!r}; expected {', '.join(KINDS)}")
+        given = {"train_prompts": self.train_prompts, "yes": self.yes, "kind": self.kind != "auto"}
+        if not self.train and (name := next((name for name, value in given.items() if value), None)):
+            raise InputError(f"{name} is given, and nothing is to be trained; give --train MINUTES, or leave it out")
+        if self.train and self.watch:
+            raise InputError("watch measures the draft that was chosen before; leave out --train, or --watch")
 
-    def texts(self) -> list[str | Chat]:
-        """The prompts: texts and chats.
+    def texts(self) -> list[str | Chat] | None:
+        """The prompts of the file, texts and chats; None: none is given.
 
         Raises:
             LoadError, InputError: the file cannot be read, or has none.
         """
-        return [*beginnings(self.count)] if self.prompts is None else read_prompts(self.prompts, self.count)
+        return None if self.prompts is None else read_prompts(self.prompts, self.count)
 
 
 @dataclass(frozen=True)

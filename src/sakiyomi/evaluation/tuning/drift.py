@@ -9,8 +9,8 @@ from typing import Any
 from sakiyomi.core.drops import Tau, change, fallen
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.chat_template import prompt_ids
 from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.beginnings import prompts_of
 from sakiyomi.evaluation.tuning.calibrate import OVER
 from sakiyomi.evaluation.tuning.config import PairConfig
 
@@ -43,9 +43,9 @@ def watch(config: PairConfig, note: Callable[[str], None] = lambda text: None) -
         gamma=profile.gamma,
     )
     found: list[tuple[float, float]] = []
-    for number, text in enumerate(texts, start=1):
-        note(f"text {number} of {len(texts)}")
-        prompt = prompt_ids(llm.tokenizer, text, config.prompt_tokens)
+    prompts = prompts_of(config, llm.tokenizer, texts)
+    for number, prompt in enumerate(prompts, start=1):
+        note(f"text {number} of {len(prompts)}")
         stats = llm.generate([prompt], replace(params, seed=number))[0].stats
         if stats.rounds:
             found.append((stats.committed, stats.rounds))

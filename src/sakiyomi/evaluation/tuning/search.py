@@ -10,6 +10,7 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,10 +20,11 @@ from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine import machine
-from sakiyomi.engine.chat_template import prompt_ids
+from sakiyomi.engine.chat_template import has_template
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, write_profile
 from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.beginnings import prompts_of
 from sakiyomi.evaluation.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.evaluation.tuning.candidates import available, made, named
 from sakiyomi.evaluation.tuning.config import PairConfig
@@ -34,12 +36,13 @@ APART = 8  # configurations from one plain text to the next
 PLAIN = "none"
 
 
-def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
+def tune(config: PairConfig, note: Note = lambda text: None, *, faster: bool = False) -> dict[str, Any]:
     """Find the fastest drafter and gamma for a target, and keep them as its profile.
 
     Args:
         config: the settings.
         note: told what is being done.
+        faster: keep only what is faster than plain decoding.
 
     Returns:
         ``best``, ``table``, ``drafters``, ``v``, ``errors``, ``A/A``, ``conditions``, ``file``, as JSON values.
@@ -50,12 +53,12 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     began = time.monotonic()
     specs = named(config)
     texts = config.texts()
-    if len(texts) < 2:
+    if texts is not None and len(texts) < 2:
         raise InputError("there is one prompt; give two or more: half of them are kept for the comparison")
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     note(f"loading {config.target}")
     llm = load(config, PLAIN, max_batch=BATCH, strict=True)
-    prompts = [prompt_ids(llm.tokenizer, text, config.prompt_tokens) for text in texts]
+    prompts = prompts_of(config, llm.tokenizer, texts)
     if max(map(len, prompts)) + config.max_new_tokens > llm.max_context:
         raise InputError(
             f"a prompt of {max(map(len, prompts))} tokens and {config.max_new_tokens} new ones do not fit into "
@@ -69,21 +72,21 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     calibration = Calibration(llm, params, candidates, refused)
     comparison = Comparison(calibration, params)
     _learn_and_compare(config, calibration, comparison, prompts, began, note)
-    result = _result(calibration, comparison, config.finalists)
+    result = _result(calibration, comparison, config.finalists if config.all else None)
     best = result["best"]
     result["conditions"] = machine.conditions(
         target=llm.name,
         dtype=dtype_name(llm.target.dtype),
         quantize=config.quantize,
         graphs=llm.target.mode if llm.compiled() else "eager",
-        prompts=config.prompts or "beginnings of stories",
+        prompts=config.prompts or ("instructions" if has_template(llm.tokenizer) else "beginnings of stories"),
         calibrated_on=calibration.texts,
         compared_on=comparison.texts,
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
         seconds=time.monotonic() - began,
     )
-    if not config.save:
+    if not config.save or (faster and best["draft"] == PLAIN):
         return result | {"file": None}
     path, known = profile_path(llm.target, llm.tokenizer), (result["conditions"], result["table"])
     measured = (best["measured_tau"], best["tau_error"])
@@ -118,7 +121,7 @@ def _learn_and_compare(
         calibration.count(known[first : first + BATCH])
         if late(COUNTED):
             break
-    comparison.choose(None if config.all else config.finalists)
+    comparison.choose(None if config.all else config.finalists, config.draft)
     for number, prompt in enumerate(kept, start=1):
         note(f"comparing, text {number}")
         comparison.run(prompt)
@@ -185,14 +188,18 @@ class Comparison:
         """The row of plain decoding."""
         return next(row for row in self.rows if row["draft"] == PLAIN)
 
-    def choose(self, finalists: int | None) -> None:
+    def choose(self, finalists: int | None, given: Sequence[str] = ()) -> None:
         """Choose the configurations that are compared.
 
         Args:
             finalists: how many, the best by what is known now; None: all.
+            given: drafters that the user gave; the best configuration of each is compared in any case.
         """
         candidates = self.calibration.candidates
-        chosen = [row for row in self._predicted() if row["draft"] != PLAIN][:finalists]
+        rows = [row for row in self._predicted() if row["draft"] != PLAIN]
+        chosen = rows[:finalists]
+        left = [spec for spec in dict.fromkeys(given) if all(row["draft"] != spec for row in chosen)]
+        chosen += [next(row for row in rows if row["draft"] == spec) for spec in left if spec in candidates]
         self._runs = [
             _Runs(row["draft"], row["gamma"], candidates[row["draft"]].engine(row["gamma"])) for row in chosen
         ]
@@ -237,6 +244,9 @@ class Comparison:
         return sorted(rows, key=lambda row: float(row["predicted_speedup"]), reverse=True)
 
     def _write(self, run: _Runs, prompt: list[int]) -> list[int]:
+        drafter = run.engine.engine.drafter
+        if drafter is not None:
+            drafter.forget()  # other configurations have written this text with it
         (done,) = run.engine.generate([prompt], replace(self.params, gamma=run.gamma))
         stats = done.stats
         run.texts.append((stats.committed, stats.rounds, stats.seconds - stats.prefill_seconds))
@@ -263,12 +273,12 @@ def _row(draft: str, gamma: int | str, expected: Expected, plain: float) -> dict
     }
 
 
-def _result(calibration: Calibration, comparison: Comparison, finalists: int) -> dict[str, Any]:
+def _result(calibration: Calibration, comparison: Comparison, finalists: int | None) -> dict[str, Any]:
     """Everything as JSON values.
 
     Args:
         calibration, comparison: done.
-        finalists: how many are run where not all are.
+        finalists: how many of what was run may be chosen, the best by prediction; None: all.
     """
     rows = comparison.rows
     run = [row for row in rows if "measured_speedup" in row]

@@ -92,6 +92,8 @@ def watched(
         prompts: token ids of each; of more than one the rounds' seconds are those of passes that they share.
         params: of all requests.
     """
+    if engine.drafter is not None:
+        engine.drafter.forget()
     requests = [engine.submit(list(prompt), params, live=False) for prompt in prompts]
     found: list[list[Round]] = [[] for _ in requests]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,9 @@ KNOWN = (
     "eos_token_id", "model_max_length", "name_or_path", "pad_token", "pad_token_id", "padding_side", "unk_token",
     "unk_token_id", "vocab_size",
 )  # fmt: skip
+_SPECIAL_TOKENS = "special_tokens_map"
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TEMPLATES = ("apply_chat_template", "get_chat_template")
 _TEXTS = (
     *STORIES,
     "",
@@ -110,6 +113,24 @@ class RecordedTokenizer:
         return self.unk_token_id if found is None else found
 
     @property
+    def apply_chat_template(self) -> Callable[..., Any]:
+        """Transformers' own method. It needs the template and the special tokens, and no class of the tokenizer."""
+        return self._method("apply_chat_template")
+
+    @property
+    def get_chat_template(self) -> Callable[..., Any]:
+        """As ``apply_chat_template``."""
+        return self._method("get_chat_template")
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        if self._whole is not None or _SPECIAL_TOKENS not in self._known:
+            found: Callable[..., Any] = getattr(self._all(), name)
+            return found
+        from transformers import PreTrainedTokenizerBase
+
+        return functools.partial(getattr(PreTrainedTokenizerBase, name), self)
+
+    @property
     def backend_tokenizer(self) -> Any:
         """Of the package tokenizers; not to be changed."""
         return self._backend if self._whole is None else self._whole.backend_tokenizer
@@ -148,6 +169,7 @@ class FileTokenizer(RecordedTokenizer):
             "name_or_path": str(folder),
             "padding_side": "right",
             "vocab_size": backend.get_vocab_size(with_added_tokens=False),
+            _SPECIAL_TOKENS: {name: text for name, text in named.items() if text},
         }
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             known |= {name: named[name], f"{name}_id": named[name] and backend.token_to_id(named[name])}
@@ -169,15 +191,18 @@ def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], by
         UnsupportedError: they do not reproduce this tokenizer.
     """
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
     if isinstance(tokenizer, FileTokenizer):
         if tokenizer._whole is None:  # its files are in the folder
-            return {name: getattr(tokenizer, name) for name in KNOWN}, None
+            return {name: getattr(tokenizer, name) for name in (*KNOWN, _SPECIAL_TOKENS)}, None
         tokenizer = tokenizer._whole
     kind = type(tokenizer)
     if not kind.__module__.startswith("transformers.") or not hasattr(tokenizer, "backend_tokenizer"):
         raise UnsupportedError(f"its tokenizer {kind.__name__} is none of the package tokenizers")
     known = {name: getattr(tokenizer, name) for name in KNOWN}
+    if all(getattr(kind, name) is getattr(PreTrainedTokenizerBase, name) for name in _TEMPLATES):
+        known[_SPECIAL_TOKENS] = tokenizer.special_tokens_map
     text = tokenizer.backend_tokenizer.to_str()
     place = folder / "tokenizer.json"
     beside = place.is_file() and _lasting(place.read_text(encoding="utf-8")) == _lasting(text)
@@ -195,6 +220,14 @@ def _lasting(text: str) -> dict[str, Any]:
     return {name: value for name, value in held.items() if name not in ("truncation", "padding")}
 
 
+def _chat(tokenizer: Any) -> str:
+    """What the chat template makes of a message, or why it does not take it."""
+    try:
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False))
+    except Exception as error:  # a template is a program that may raise anything
+        return repr(error)
+
+
 def _answers(tokenizer: Any) -> Iterator[Any]:
     """A tokenizer's answers to samples of all calls that we make."""
     yield len(tokenizer), tokenizer.get_vocab(), tokenizer.added_tokens_decoder
@@ -204,5 +237,6 @@ def _answers(tokenizer: Any) -> Iterator[Any]:
             ids = list(tokenizer(text, add_special_tokens=add)["input_ids"])
             yield ids, tokenizer.convert_ids_to_tokens(ids), [tokenizer.convert_ids_to_tokens(i) for i in ids[:3]]
             yield tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
+    yield _chat(tokenizer)
     names = ["<0x41>", "no such token", *special]
     yield tokenizer.convert_tokens_to_ids(names), [tokenizer.convert_tokens_to_ids(name) for name in names]

@@ -135,7 +135,9 @@ class Spec:
         """Have every drafter without a known result answer, and plain decoding beside them."""
         missing = [name for name in self._ways if name not in known]
         asked = {name: self._ways[name] for name in dict.fromkeys((PLAIN, *missing))} if missing else {}
-        return self.results(_ask(self._config, self._llm, self._talk(question), asked, note) if asked else [])
+        return self.results(
+            _ask(self._config, self._llm, self._talk(question, self._config.repeats > 1), asked, note) if asked else []
+        )
 
     def results(self, records: Sequence[Record]) -> Results:
         """These records, with what they were measured under."""
@@ -206,6 +208,7 @@ class Talk:
         dialogue: makes prompts.
         most: tokens that a prompt may have; longer ones are cut in the middle, so that template and last message stay.
         question: the question.
+        repeated: it is asked several times, so that drafters must not remember it.
         prompts: token ids of the turns so far, the same for all drafters.
         answers: plain ones.
     """
@@ -213,12 +216,15 @@ class Talk:
     dialogue: Dialogue
     most: int
     question: Question
+    repeated: bool = False
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
     def run(self, way: EngineView, params: SamplingParams) -> TimedRun:
         """Answer all turns, one after the other."""
         done = []
+        if way.engine.drafter is not None and self.repeated:
+            way.engine.drafter.forget()
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
                 before = list(zip(self.question.turns, self.answers, strict=False))
