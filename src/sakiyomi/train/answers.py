@@ -33,7 +33,7 @@ LONGEST_MESSAGE, SHORTEST_MESSAGE = 96, 4
 """Tokens of a message that the target writes."""
 BEGINNING = 24
 """Tokens of a beginning of a text that it writes."""
-SPREAD = {"temperature": 0.9, "top_p": 0.95}
+TEMPERATURE, TOP_P = 0.9, 0.95
 """How it writes prompts: varied, and without the tail of the distribution."""
 
 
@@ -101,7 +101,11 @@ def own_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
     prefix, end = begin
     chat = has_template(tokenizer)
     params = SamplingParams(
-        max_new_tokens=LONGEST_MESSAGE if chat else BEGINNING, seed=seed, stop=(end,) if end else (), **SPREAD
+        max_new_tokens=LONGEST_MESSAGE if chat else BEGINNING,
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
+        seed=seed,
+        stop=(end,) if end else (),
     )
     found: dict[str, list[int]] = {}
     for done in llm.generate([prefix] * (2 * count if chat else count), params):

@@ -239,7 +239,7 @@ def _train(
         return done | {"held_out": read_json(card)["held_out"]}
     watch = _watch(config, choice, costs, out, state, ask)
     run = getattr(importlib.import_module(f"sakiyomi.train.{choice.kind}"), f"train_{choice.kind}")
-    found = run(COMMANDS[choice.kind].of(**_settings(config, choice, answers, out, state.row)), "", watch)  # type: ignore[attr-defined]
+    found = run(COMMANDS[choice.kind].of(**_settings(config, choice, answers, out, state.row)), "", watch)
     if not found["finished"]:
         return {"finished": False, "kind": choice.kind, "step": found["step"], "tokens": found["tokens"]}
     return done | {"held_out": found["held_out"], "tokens": found["tokens"], "minutes": found["minutes"]}
