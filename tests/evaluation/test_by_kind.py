@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 from fake_engines import GOOD, Fake, fake
 from sakiyomi.cli import app
-from sakiyomi.core.chats import question
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.prompts import read_prompts
+from sakiyomi.core.prompts import read_prompts, text_of
 from sakiyomi.evaluation.bench import by_kind, plot, suites
 from sakiyomi.evaluation.bench.by_kind import pivoted
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -51,7 +50,7 @@ def config(folder: Path) -> BenchConfig:
     return BenchConfig(
         rows=("kinds",),
         target=str(folder / "target"),
-        kind=(f"chat={folder / 'chat.jsonl'}", f"sums={folder / 'several.jsonl'}"),
+        task=(f"chat={folder / 'chat.jsonl'}", f"sums={folder / 'several.jsonl'}"),
         repeats=1,
         max_new_tokens=6,
         count=2,
@@ -63,14 +62,15 @@ def config(folder: Path) -> BenchConfig:
 
 def test_prompts_by_kind_are_spread_over_their_files(config: BenchConfig, folder: Path) -> None:
     found = config.kinds()
-    assert found == {"chat": ["Who are you, a?", "Who are you, d?"], "sums": ["1 + 1"]}
+    texts = {name: list(map(text_of, several)) for name, several in found.items()}
+    assert texts == {"chat": ["Who are you, a?", "Who are you, d?"], "sums": ["1 + 1"]}
     several = str(folder / "several.jsonl")
-    assert dataclasses.replace(config, kind=(f"other={several}",)).kinds() == {"other": ["x = 1", "1 + 1"]}
-    assert read_prompts(several, 1) == ["x = 1"]
-    assert dataclasses.replace(config, kind=()).kinds() == {}
+    assert dataclasses.replace(config, task=(f"other={several}",)).kinds() == {"other": read_prompts(several)}
+    assert list(map(text_of, read_prompts(several))) == ["x = 1", "1 + 1"] and len(read_prompts(several, 1)) == 1
+    assert dataclasses.replace(config, task=()).kinds() == {}
     for kind in (("chat=",), ("=x",), ("a=x", "a=x")):
         with pytest.raises((InputError, LoadError)):
-            dataclasses.replace(config, kind=kind).kinds()
+            dataclasses.replace(config, task=kind).kinds()
 
 
 @pytest.mark.thorough
@@ -119,14 +119,14 @@ def test_texts_end_where_the_plain_text_ends(config: BenchConfig, monkeypatch: p
         return (run, done) if next(asked) else (dataclasses.replace(run, outputs=((1,) * 3, (1,) * 6)), done)
 
     monkeypatch.setattr(by_kind, "generated", ended)
-    row = suites.measure("kinds", dataclasses.replace(config, kind=config.kind[:1], peers=False))
+    row = suites.measure("kinds", dataclasses.replace(config, task=config.task[:1], peers=False))
     assert [line["by_category"]["chat"]["tokens"] for line in row.lines[:2]] == [9, 9]
 
 
 def test_the_table_as_markdown(config: BenchConfig, folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "new" / "table.md"
     arguments = ["bench", "--rows", "kinds", "--model", config.target, "--no-peers", "--no-compile", "--count", "1"]
-    arguments += ["--max-new-tokens", "4", "--repeats", "1", "--kind", config.kind[0], "--quantize", "int8"]
+    arguments += ["--max-new-tokens", "4", "--repeats", "1", "--task", config.task[0], "--quantize", "int8"]
     result = CliRunner().invoke(app, [*arguments, "--markdown", str(page), "--json"])
     assert result.exit_code == 0, result.output
     lines = page.read_text(encoding="utf-8").splitlines()
@@ -153,4 +153,3 @@ def test_a_program_that_fell_out_has_no_ratio() -> None:
         ("c", None, None, False),
     ]
     assert found[1]["code_tokens_per_second"] is None and found[2]["code_tokens_per_second"] is None
-    assert question("x") == [{"role": "user", "content": "x"}]

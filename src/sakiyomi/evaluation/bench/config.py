@@ -73,7 +73,7 @@ class BenchConfig(PairSettings):
             stories, sweep, oracle, peers, dropin, typical.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; rows minute and kinds take any drafter.
         heads: for row typical, Medusa heads of the target: a folder, or tales-medusa (the default for tales).
-        kind: NAME=FILE (again for each): prompts of row kinds, as for prompts; of a file with categories those of the
+        task: NAME=FILE (again for each): prompts of row kinds, as for prompts; of a file with categories those of the
             category NAME, if there are any. By default a few that come with the package: chat, code, summary.
         gguf: the target as a .gguf file too, one more kind of weights of row kinds.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
@@ -89,7 +89,7 @@ class BenchConfig(PairSettings):
     """
 
     rows: tuple[str, ...] = ()
-    kind: tuple[str, ...] = ()
+    task: tuple[str, ...] = ()
     gguf: str | None = None
     quantize: str | None = None
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -121,18 +121,18 @@ class BenchConfig(PairSettings):
         return [None] * len(self.texts()) if self.prompts is None else read_references(self.prompts, self.count)
 
     def kinds(self) -> dict[str, list[str | Chat]]:
-        """The prompts of each ``kind``, evenly spaced over their file; empty: none is named.
+        """The prompts of each ``task``, evenly spaced over their file; empty: none is named.
 
         Raises:
             InputError: one is not NAME=FILE, is named twice, or the file has no prompt.
             LoadError: a file cannot be read.
         """
         found: dict[str, list[str | Chat]] = {}
-        for text in self.kind:
+        for text in self.task:
             name, _, path = text.partition("=")
             if not name or not path or name in found:
                 raise InputError(
-                    f"kind is {text!r}; expected NAME=FILE, for instance chat=questions.jsonl, a name once"
+                    f"task is {text!r}; expected NAME=FILE, for instance chat=questions.jsonl, a name once"
                 )
             every = read_prompts(Path(path).expanduser(), category=name)
             found[name] = every[:: max(1, len(every) // self.count)][: self.count]

@@ -53,8 +53,8 @@ def run(config: BenchConfig, note: Note = silent, rows: Rows = ROWS, alone: Set[
     wanted = _wanted(config, rows)
     if "peers" in config.rows and not config.peers:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
-    if (config.kind or config.gguf) and "kinds" not in wanted:
-        raise InputError("kind and gguf are for row kinds, which is not asked for; add --rows kinds, or drop them")
+    if (config.task or config.gguf) and "kinds" not in wanted:
+        raise InputError("task and gguf are for row kinds, which is not asked for; add --rows kinds, or drop them")
     config.check_pair(alone=set(wanted) <= alone)
     if "typical" in wanted or "medusa" in wanted:
         config.medusa_heads  # noqa: B018
