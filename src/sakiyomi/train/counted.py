@@ -86,7 +86,8 @@ class Library:
         others = len(self._read(path)) - len(chats) - len(asked)
         if (chats or asked) and others:
             raise InputError(
-                f"{path} holds chats or prompts and {others} records of other kinds; put them into files of their own"
+                f"{path} holds {'chats' if chats else 'prompts'} and {others} records of other kinds; put them into "
+                "files of their own"
             )
         prompts = [~np.array(ids, np.int64) for messages in chats for ids in chat_prompts(self._tokenizer, messages)]
         prompts += asked
