@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from eagle_toys import rows
 from sakiyomi import LLM, InputError, SamplingParams
@@ -19,10 +21,14 @@ from sakiyomi.drafters.eagle_heads.module import EagleOptions
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import CHAIN, DEPTH, Continuations, measured
 from sakiyomi.train.commands import TrainEagle
-from sakiyomi.train.eagle import UnrolledHead, new_head, train_eagle
+from sakiyomi.train.data import TextSpec
+from sakiyomi.train.eagle import UnrolledHead, frequent, new_head, train_eagle
+from sakiyomi.train.half import HalfCopy
 from sakiyomi.train.head_recipe import rank_continuations
-from sakiyomi.train.hidden import TargetStates, layer_config
+from sakiyomi.train.hidden import Lessons, TargetStates, layer_config
+from sakiyomi.train.kept_rows import KeptRows
 from sakiyomi.train.losses import soft_loss
+from sakiyomi.train.unrolled_attention import attend
 from toys import tiny_llama
 from train_toys import losses, stop_at, story_file, tiny_gpt2, tiny_target
 
@@ -94,12 +100,42 @@ def test_a_step_is_what_drafting_computes(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert furthest() < 1e-4
     with monkeypatch.context() as patch:  # tokens that the head has drafted itself, read as the target's
-        patch.setattr(Tensor, "tril", lambda self, diagonal=0: torch.tril(self))
+        patch.setattr("sakiyomi.train.head_recipe.attend", lambda q, k, v, keys, values: attend(q, k, v, [], []))
         assert furthest() > 1e-2
     with monkeypatch.context() as patch:  # each token with its own feature
-        for module in ("head_recipe", "eagle"):
-            patch.setattr(f"sakiyomi.train.{module}.behind", lambda rows, count: rows)
+        patch.setattr("sakiyomi.train.eagle.behind", lambda rows, count: rows)
         assert furthest() > 1e-2
+
+
+def test_gradients_of_attention_in_steps_are_the_slow_ones() -> None:
+    """Against one that gathers, for each row of each step, the keys and values that it sees."""
+    torch.manual_seed(0)
+    heads, kv_heads, length, width, steps = 4, 2, 7, 3, 4
+    shapes = [(2, heads, length, width), (2, kv_heads, length, width), (2, kv_heads, length, width)]
+    parts = [[torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes] for _ in range(steps)]
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    found = [attend(q, k, v, keys, values)[:, :, step:] for step, (q, k, v) in enumerate(parts)]
+    expected = []
+    for step in range(steps):
+        rows = []
+        for row in range(step, length):
+            sources = [(0, column) for column in range(row - step + 1)]
+            sources += [(own, row - step + own) for own in range(1, step + 1)]
+            seen = [torch.stack([parts[at][i][:, :, column] for at, column in sources], 2) for i in (1, 2)]
+            k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in seen)
+            q = parts[step][0][:, :, row, None]
+            rows.append(torch.softmax(q @ k.transpose(2, 3), -1) @ v)
+        expected.append(torch.cat(rows, 2))
+    flat = [part for each in parts for part in each]
+    grads = [
+        torch.autograd.grad(sum(mixed.sin().sum() for mixed in some), flat, allow_unused=True)
+        for some in (found, expected)
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other)
+    for one, other in zip(*grads, strict=True):
+        assert torch.allclose(one, torch.zeros_like(one) if other is None else other)
 
 
 def _slow(kind: str, features: Tensor, head: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
@@ -127,6 +163,23 @@ def test_the_losses_are_the_slow_ones(kind: str, monkeypatch: pytest.MonkeyPatch
             assert torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["ce", "tv", "lk"])
+def test_a_loss_with_few_labels_is_that_with_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no label has probability 0; rows that do not count are left out, wherever they stand."""
+    torch.manual_seed(0)
+    features, head = torch.randn(50, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    few, weights = torch.softmax(2 * torch.randn(50, 6), 1), torch.rand(50).round()
+    tokens = torch.stack([torch.randperm(30)[:6] for _ in range(50)])
+    wide = torch.zeros(50, 30).scatter_(1, tokens, few)
+    whole = soft_loss(features, head, wide, weights, kind)
+    monkeypatch.setattr("sakiyomi.train.losses.LOGITS_AT_ONCE", 60)
+    loss = soft_loss(features, head, few, weights, kind, tokens=tokens)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+    slow = torch.autograd.grad(whole, (features, head))
+    for one, other in zip(torch.autograd.grad(loss, (features, head)), slow, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["ce", "tv"])
 def test_a_loss_with_a_part_added_beside_a_frozen_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with one head of both parts, at places that come more than once; the frozen part has no gradient."""
@@ -149,16 +202,89 @@ def test_what_a_head_reads_and_begins_with() -> None:
     options = EagleOptions(layers=(0, 0, 1), target_size=model.config.hidden_size)
     tokens = torch.tensor([3, 9, 200])
     head = new_head(model, layer_config(model), options, tokens)
-    ids, width = torch.arange(8)[None], model.config.hidden_size
+    ids, width = torch.arange(1, 9)[None], model.config.hidden_size
     joined, last = TargetStates(model, options.layers)(ids)
     found = model(input_ids=ids, output_hidden_states=True)
     assert torch.allclose(joined[..., :width], found.hidden_states[1])
     assert torch.allclose(last, found.hidden_states[-1])
     assert torch.equal(head.head.weight, model.get_output_embeddings().weight[tokens])
     assert torch.equal(head.norm.weight, model.model.norm.weight)
-    probs, known = TargetStates(model, options.layers).probs(last[0], tokens)
-    assert torch.allclose(probs, found.logits[0, :, tokens].softmax(-1))
+    places, probs, known = TargetStates(model, options.layers).likeliest(last[0], tokens, 9)
+    wanted = found.logits[0, :, tokens].softmax(-1).sort(descending=True)
+    assert torch.allclose(probs.float(), wanted.values, atol=1e-3) and torch.equal(places.long(), wanted.indices)
     assert known.tolist() == [token in tokens.tolist() for token in found.logits[0].argmax(-1).tolist()]
+
+
+def test_a_later_epoch_needs_no_pass_of_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read again is what was computed; a row beyond the limit is computed each time."""
+    states = TargetStates(tiny_llama(), (0, 1))
+    passes: list[int] = []
+    monkeypatch.setattr(
+        TargetStates,
+        "__call__",
+        lambda self, ids, call=TargetStates.__call__: passes.append(len(ids)) or call(self, ids),
+    )
+    ids = torch.randint(0, 320, (5, 16))
+    plain = Lessons(states, None, 8, KeptRows(tmp_path, 0))(ids)
+    row = 16 * (2 * 32 * 4 + 8 * (4 + 2) + 1)
+    lessons = Lessons(states, None, 8, KeptRows(tmp_path, 3 * row))
+    passes.clear()
+    for some, computed in ([0, 1, 2], 1), ([2, 0, 0], 0), ([3, 1], 1), ([3, 4], 1):
+        passes.clear()
+        found = lessons(ids[some])
+        assert len(passes) == computed
+        for name in ("joined", "places", "probs", "counts"):
+            assert torch.equal(getattr(found, name), getattr(plain, name)[some])
+    lessons.close()
+    assert not list(tmp_path.iterdir()), "the file goes with the process"
+
+
+def test_a_copy_in_bfloat16_learns_in_place_of_its_module() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2).bfloat16().requires_grad_(False))
+    half = HalfCopy(module)
+    assert half.module[1].weight.data_ptr() == module[1].weight.data_ptr(), "what is frozen is shared"
+    with torch.no_grad():
+        module[0].weight.copy_(torch.eye(4))
+    half.take()
+    assert torch.equal(half.module[0].weight, torch.eye(4).bfloat16())
+    for _ in range(2):
+        half.module(torch.ones(1, 4).bfloat16()).sum().backward()
+        half.give()
+    grad = module[0].weight.grad
+    assert grad is not None and grad.dtype == torch.float32
+    assert torch.allclose(grad, 2 * module[1].weight.float().sum(0)[:, None].expand(4, 4), atol=1e-2)
+
+
+def test_norms_of_a_copy_are_those_of_the_module() -> None:
+    """Values and gradients, within what bfloat16 rounds."""
+    torch.manual_seed(0)
+    norm = LlamaRMSNorm(32, 1e-5)
+    torch.nn.init.normal_(norm.weight, 1, 0.3)
+    half = HalfCopy(torch.nn.Sequential(norm))
+    half.take()
+    states = torch.randn(2, 50, 32)
+    grad = torch.randn(2, 50, 32)
+    found = []
+    for module, dtype in ((norm, torch.float32), (half.module, torch.bfloat16)):
+        own = states.clone().to(dtype).requires_grad_()
+        mixed = module(own)
+        mixed.backward(grad.to(dtype))
+        found.append((mixed, own.grad, next(module.parameters()).grad))
+    for one, other in zip(*found, strict=True):
+        assert one is not None and other is not None and other.dtype == torch.bfloat16
+        assert (one - other).norm() < 0.01 * one.norm()
+
+
+def test_tokens_to_propose_are_those_of_what_is_learnt() -> None:
+    """By the shares of the files, and not by their sizes; prompts (marked) do not count."""
+    few = [np.array([~7, ~7, ~7, 1, 2])]
+    many = [np.array([3] * 90 + [4] * 10)]
+    sources = [TextSpec(Path("a"), 1, 0.9), TextSpec(Path("b"), 1, 0.1)]
+    assert frequent(2, sources, [few, many], 10).tolist() == [1, 2]
+    assert frequent(3, sources, [few, many], 10).tolist() == [1, 2, 3]
+    assert frequent(0, sources, [few, many], 10) is None and frequent(-1, sources, [few, many], 10) is None
+    assert len(frequent(-1, sources, [few, many], 40_000)) == 8192
 
 
 @pytest.mark.thorough

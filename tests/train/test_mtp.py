@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mtp_toys import TARGETS, MtpToy, guessed, new_toy, target_folder
 from read_ahead import TOKENIZER
@@ -24,6 +25,7 @@ from sakiyomi.train.head_recipe import rank_continuations
 from sakiyomi.train.hidden import TargetStates
 from sakiyomi.train.mtp import MtpHead, train_mtp
 from sakiyomi.train.target import train_target
+from sakiyomi.train.unrolled_attention import attend
 from toys import tiny_llama
 from train_toys import losses, stop_at, stories, story_file, target_config, tiny_gpt2, tiny_target
 
@@ -84,9 +86,18 @@ def test_a_step_is_what_drafting_computes(name: str, tmp_path: Path, monkeypatch
     wanted = [guessed(toy, text, 3) for text in texts]
     assert [chain(head, toy, text) for text in texts] == wanted
     if name == "qwen3_5":
-        for module in ("head_recipe", "mtp"):  # each token with its own state, or as its own neighbour
+
+        def counted(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+            keys.append(k)  # which the head counts
+            return attend(q, k, v, [], [])
+
+        wrong: dict[str, Any] = {  # each token with its own state, or drafted tokens as if the target had read them
+            "mtp.behind": lambda rows, count: rows,
+            "head_recipe.attend": lambda q, k, v, keys, values: counted(q, k, v, keys, values),
+        }
+        for name, other in wrong.items():
             with monkeypatch.context() as patch:
-                patch.setattr(f"sakiyomi.train.{module}.behind", lambda rows, count: rows)
+                patch.setattr(f"sakiyomi.train.{name}", other)
                 assert [chain(head, toy, text) for text in texts] != wanted
 
 

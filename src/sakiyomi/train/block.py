@@ -22,7 +22,7 @@ from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import Continuations, ranked
 from sakiyomi.train.commands import TrainBlock
 from sakiyomi.train.head_recipe import LayersRecipe
-from sakiyomi.train.hidden import TargetStates, begin_as
+from sakiyomi.train.hidden import Lesson, TargetStates, begin_as
 from sakiyomi.train.loop import Watch
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.parallel import mask_token
@@ -63,25 +63,24 @@ class _Block(LayersRecipe[TrainBlock]):
         """See `HeadRecipe`."""
         return new_block(self.target, self.sizes, self.options, self.config.markov)
 
-    def losses(self, ids: Tensor, step: int) -> Tensor:
+    def losses(self, ids: Tensor, lesson: Lesson, step: int) -> Tensor:
         """See `HeadRecipe`."""
-        config, head = self.config, self.head
-        joined, last = self.states(ids)
+        config, head = self.config, self.working
         # A block needs a token before it, whose states are known, and the target's word after all its guesses.
         order = np.random.default_rng((config.loop.seed, step)).permutation(ids.shape[1] - config.guesses)
         anchors = torch.from_numpy(np.sort(order[: config.anchors])) + 1
-        hidden = head(ids, joined, anchors)
-        found = torch.zeros(config.guesses)
-        for row, own, states in zip(ids, hidden, last, strict=True):  # one by one: distributions are wide
-            wanted, counts = self.wanted(states)
-            each = []
-            for ahead in range(config.guesses):
-                places, read = anchors + ahead, own[:, ahead]
-                added = head.added(read, row[places])
-                weights = counts[places].float()
-                each.append(soft_loss(read, head.head.weight, wanted, weights, config.loss, places=places, added=added))
-            found = found + torch.stack(each) / len(ids)
-        return found
+        hidden = head(ids, lesson.joined, anchors)
+        found = []
+        for ahead in range(config.guesses):
+            places, read = anchors + ahead, hidden[:, :, ahead].flatten(0, 1)
+            wanted, tokens, counts = (
+                part[:, places].flatten(0, 1) for part in (lesson.probs, lesson.places, lesson.counts)
+            )
+            added = head.added(read, ids[:, places].flatten())
+            found.append(
+                soft_loss(read, head.head.weight, wanted, counts.float(), config.loss, tokens=tokens, added=added)
+            )
+        return torch.stack(found)
 
     def ranks(self, texts: Continuations) -> Ranks:
         """See `HeadRecipe`."""

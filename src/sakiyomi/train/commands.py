@@ -135,7 +135,8 @@ class TrainEagle(HeadConfig):
         adam_lr: Peak learning rate of AdamW (norms, and the head over the vocabulary).
         reads: Layers of the target whose outputs are read, counted from 0; none given: the method's own choice, 1, one
             before the middle, and three before the last. Repeatable.
-        draft_vocab: Tokens that the head proposes, the most frequent ones of the training text; 0: all of the target's.
+        draft_vocab: Tokens that the head proposes, the most frequent ones of what it learns, by the shares of its
+            files; 0: all of the target's; -1: 8192 where the target has four times as many, else all.
         own_head: Also train the head over the vocabulary, which starts as the target's; otherwise it is not changed.
 
     Example: sakiyomi train eagle --target FOLDER --text stories.jsonl --out my-head --minutes 40
@@ -143,7 +144,7 @@ class TrainEagle(HeadConfig):
 
     sizes: HeadLayers = field(default=HeadLayers())
     steps: StepOptions = field(default=StepOptions())
-    draft_vocab: int = setting(0, least=0)
+    draft_vocab: int = setting(-1, least=-1)
     own_head: bool = setting(False)
 
     def __post_init__(self) -> None:

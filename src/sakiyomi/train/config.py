@@ -237,7 +237,8 @@ class StepOptions(Group):
     """Training of a head that drafts token by token.
 
     Attributes:
-        unroll: Draft steps of each training position; from the second step on the head reads its own features.
+        unroll: Draft steps of a training position; from the second step on the head reads its own features. Steps
+            after the second are learnt on half of the rows.
     """
 
     unroll: int = setting(5, least=1, most=16)
@@ -301,6 +302,9 @@ class HeadConfig(TaughtConfig):
             trains them, too.
         adam_lr: Peak learning rate of AdamW (norms, and all other trained weights).
         speed: Measure tau of trees and the speed-up with the engine when the head is finished.
+        top: The target's likeliest tokens kept as labels of a position; their probabilities are scaled to a sum of 1.
+        cache_gib: Disk space in GiB below OUT for what the target gives for rows, which come again in later epochs;
+            0: none.
     """
 
     loop: LoopOptions = LoopOptions(minutes=40.0, decay_share=0.6, row_tokens=(256,), step_tokens=4096, compile=False)
@@ -308,6 +312,8 @@ class HeadConfig(TaughtConfig):
     step_decay: float = setting(0.8, above=0, most=1)
     loss: str = setting("ce", choices=("ce", "tv", "lk"))
     speed: bool = setting(True, resume=True)
+    top: int = setting(64, least=1)
+    cache_gib: float = setting(2.0, least=0, resume=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ features, and then step by step with its own in their place, as it will draft (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,14 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
 from sakiyomi.train.commands import TrainEagle
+from sakiyomi.train.data import Ids, TextSpec
 from sakiyomi.train.head_recipe import STEPS, LayersRecipe, Unrolled, UnrolledRecipe, attend_in_steps, behind
 from sakiyomi.train.hidden import begin_as, vocabulary
 from sakiyomi.train.loop import Watch
 from sakiyomi.train.recipe import train
+
+DRAFT_VOCAB = 8192
+"""Tokens that a head proposes for a target with many. The rest of a chat's tokens are a few in a hundred."""
 
 
 def train_eagle(config: TrainEagle, command: str = "", watch: Watch | None = None) -> dict[str, Any]:
@@ -52,7 +56,7 @@ class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
 
     def new_head(self) -> UnrolledHead:
         """See `HeadRecipe`."""
-        self.known = _frequent(self.config, self.texts, self.vocab)
+        self.known = frequent(self.config.draft_vocab, self.sources, self.texts, self.vocab)
         head = new_head(self.target, self.sizes, self.options, self.known)
         head.head.requires_grad_(self.config.own_head)
         return head
@@ -71,13 +75,25 @@ class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
         return about, file.tensors
 
 
-def _frequent(config: TrainEagle, texts: list[list[Any]], vocab: int) -> Tensor | None:
-    """The most frequent tokens of the documents, ascending; None: all are proposed."""
-    if not config.draft_vocab or config.draft_vocab == vocab:
+def frequent(wanted: int, sources: Sequence[TextSpec], texts: Sequence[Sequence[Ids]], vocab: int) -> Tensor | None:
+    """The most frequent tokens of what is learnt, ascending; None: all are proposed.
+
+    Args:
+        wanted: see `TrainEagle.draft_vocab`.
+        sources: files, with the shares of their rows.
+        texts: documents of each, with marks.
+        vocab: of the target.
+    """
+    count = wanted if wanted >= 0 else DRAFT_VOCAB if vocab >= 4 * DRAFT_VOCAB else 0
+    if not count or count == vocab:
         return None
-    counts = sum(np.bincount(np.concatenate(documents), minlength=vocab) for documents in texts)
-    chosen = np.argsort(-np.asarray(counts), kind="stable")[: config.draft_vocab]
-    return torch.from_numpy(np.sort(chosen))
+    seen = np.zeros(vocab)
+    for source, documents in zip(sources, texts, strict=True):
+        ids = np.concatenate([*documents])
+        learnt = ids[ids >= 0]
+        seen += source.decay / max(len(learnt), 1) * np.bincount(learnt, minlength=vocab)
+    # Tokens that never came stand in the tokenizer's order, which is that of frequency in its own texts.
+    return torch.from_numpy(np.sort(np.argsort(-seen, kind="stable")[:count]))
 
 
 # ---------------------------------------------------------------- the head while it learns

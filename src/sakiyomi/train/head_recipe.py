@@ -1,7 +1,7 @@
 """What recipes share that train a head beside a frozen target, whose hidden states are computed on the way.
 
-Hidden states are not stored: each piece of a batch passes through the target and the head, its gradient is
-accumulated, and its activations are freed.
+What the target gives for a row is kept on disk and read again in later epochs. Each piece of a batch passes through the
+head, its gradient is accumulated, and its activations are freed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import gc
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,14 +25,19 @@ from sakiyomi.train.acceptance import DEPTH, MEASURING, Continuations, measured,
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.config import HeadConfig, HeadLayers, StepOptions
 from sakiyomi.train.export import Result, model_folder
-from sakiyomi.train.hidden import TargetStates, layer_config
+from sakiyomi.train.half import HalfCopy
+from sakiyomi.train.hidden import Lesson, Lessons, TargetStates, layer_config
+from sakiyomi.train.kept_rows import KeptRows
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.plot import plot_heads
 from sakiyomi.train.progress import HeadLog
 from sakiyomi.train.taught import Taught
+from sakiyomi.train.unrolled_attention import attend
 
-PIECE = 512
-"""Tokens of one piece of a batch, small enough that activations stay in the caches of a CPU."""
+PIECE = 1024
+"""Tokens of one piece of a batch, whose activations are held at a time."""
+STEPS_OF_ALL = 2
+"""Draft steps that all rows of a batch learn."""
 Settings = TypeVar("Settings", bound=HeadConfig)
 
 
@@ -42,6 +47,8 @@ class HeadRecipe(Taught[Settings]):
     Attributes:
         reads: layers of the target whose outputs the head reads; none: it reads what the target's head reads.
         head: that learns.
+        working: what the passes run: the head, or its copy in bfloat16.
+        known: tokens that the head proposes; None: all.
         layers: decoder layers of it.
         states: of the target.
         positions_ahead: tokens that it predicts, each with a loss of its own.
@@ -49,7 +56,10 @@ class HeadRecipe(Taught[Settings]):
 
     kind: ClassVar[str]
     """What stands before the head's folder in a draft."""
+    marked = True
     head: nn.Module
+    working: Any
+    known: Tensor | None = None
     reads: tuple[int, ...] = ()
     layers = 1
     positions_ahead: int
@@ -59,8 +69,12 @@ class HeadRecipe(Taught[Settings]):
         """The untrained head."""
 
     @abstractmethod
-    def losses(self, ids: Tensor, step: int) -> Tensor:
+    def losses(self, ids: Tensor, lesson: Lesson, step: int) -> Tensor:
         """Mean loss of each position ahead on (B, T + 1) tokens, in nats or, for "tv", as a share."""
+
+    def shared(self) -> Sequence[Tensor]:
+        """Tensors of the head that belong to the target and are no parameters."""
+        return ()
 
     @abstractmethod
     def ranks(self, texts: Continuations) -> Ranks:
@@ -81,38 +95,56 @@ class HeadRecipe(Taught[Settings]):
         """See `Recipe`."""
         config = self.config
         self.head = self.new_head()
+        self.half = HalfCopy(self.head, self.shared()) if self.passes == "bf16" else None
+        self.working = self.head if self.half is None else self.half.module
         self.states = TargetStates(self.target, self.reads)
+        kept = KeptRows(Path(config.loop.out), int(config.cache_gib * 2**30))
+        self.lessons = Lessons(self.states, self.known, config.top, kept)
         self.log = HeadLog(self.workers.log(Path(config.loop.out) / "steps.jsonl"), config.loop.resume)
         shares = config.step_decay ** torch.arange(self.positions_ahead)
         self.shares = shares / shares.sum()
         return self.head
 
-    def loss(self, model: Any, ids: Tensor) -> Tensor:
+    def loss(self, model: Any, rows: Tensor) -> Tensor:
         """See `Recipe`; a piece of the batch at a time."""
-        step, pieces = self.loop.progress.step, ids.split(max(1, PIECE // self.config.loop.row))
+        step, size = self.loop.progress.step, max(1, PIECE // self.config.loop.row)
+        ids = torch.where(rows < 0, ~rows, rows)
+        lesson = self._lesson(ids, rows >= 0)
         each = torch.zeros(self.positions_ahead)
-        first = (step * self.workers.count + self.workers.number) * len(pieces)
-        for place, piece in enumerate(pieces):
-            own = self.losses(piece, first + place) * (len(piece) / len(ids))
+        starts = range(0, len(ids), size)
+        first = (step * self.workers.count + self.workers.number) * len(starts)
+        if self.half is not None:
+            self.half.take()
+        for place, at in enumerate(starts):
+            piece = ids[at : at + size]
+            own = self.losses(piece, lesson.part(slice(at, at + size)), first + place) * (len(piece) / len(ids))
             with torch.autocast(ids.device.type, enabled=False):
                 (own @ self.shares).backward()
             torch.clear_autocast_cache()  # copies of weights belong to a graph that is gone
+            if self.half is not None:
+                self.half.give()
             each += own.detach()
         self.log.add(step, self.workers.mean(each))
         return (each * self.shares).sum()
 
-    def wanted(self, last: Tensor, known: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Distributions to learn, see `TargetStates.probs`; the likeliest token gets `greedy_weight` more."""
-        wanted, counts = self.states.probs(last, known)
-        if weight := self.config.greedy_weight:
-            best = wanted.argmax(1, keepdim=True)
-            more = torch.full_like(best, weight, dtype=wanted.dtype)
-            wanted = wanted.scatter_add_(1, best, more).div_(1 + weight)
-        return wanted, counts
+    def _lesson(self, ids: Tensor, counted: Tensor) -> Lesson:
+        """What the target gives for (B, T + 1) tokens, of which only some count; those after others are learnt.
+
+        The likeliest token gets `greedy_weight` more.
+        """
+        found, weight = self.lessons(ids), self.config.greedy_weight
+        found.probs[..., 0] += weight
+        found.probs.div_(1 + weight)
+        # What comes after the last token is not known; most often it counts as that one does.
+        found.counts.logical_and_(torch.cat([counted[:, 1:], counted[:, -1:]], 1))
+        return found
 
     def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""
-        return closing(self.log)
+        stack = ExitStack()
+        stack.enter_context(closing(self.lessons))
+        stack.enter_context(closing(self.log))
+        return stack
 
     def measures(self, model: Any) -> dict[str, dict[str, float]]:
         """See `Recipe`."""
@@ -130,7 +162,7 @@ class HeadRecipe(Taught[Settings]):
             about, written = self.write(folder, {n: w.detach().bfloat16() for n, w in self.head.named_parameters()})
             plot_heads(self.log.curve(), accuracies, folder / "accuracy.png", "position")
         measures = {name: measured(found) for name, found in ranks.items()}
-        del self.target, self.states  # two targets need not fit
+        del self.target, self.states, self.lessons  # two targets need not fit
         gc.collect()
         draft = f"{self.kind}:{folder}"
         if config.speed:
@@ -205,31 +237,35 @@ class Unrolled(nn.Module):
 
 
 class UnrolledRecipe(HeadRecipe[Settings]):
-    """Such a head learns to predict the target.
-
-    Attributes:
-        known: tokens that it proposes; None: all.
-    """
+    """Such a head learns to predict the target."""
 
     head: Unrolled
-    known: Tensor | None = None
 
     def check_target(self) -> None:
         """See `Taught`."""
         super().check_target()
         self.positions_ahead = self.config.group(StepOptions).unroll
 
-    def losses(self, ids: Tensor, step: int) -> Tensor:
-        """See `HeadRecipe`."""
-        config, head = self.config, self.head
-        joined, last = self.states(ids)
-        wanted, counts = self.wanted(last[:, 1:].flatten(0, 1), self.known)
-        found = []
-        for ahead, hidden in enumerate(head(ids[:, 1:], joined[:, :-1], self.positions_ahead)):
-            weights = counts.view(hidden.shape[:2]).float()
-            weights[:, :ahead] = 0
-            found.append(soft_loss(hidden.flatten(0, 1), head.weight(), wanted, weights.flatten(), config.loss))
+    def losses(self, ids: Tensor, lesson: Lesson, step: int) -> Tensor:
+        """See `HeadRecipe`; later steps are learnt on half of the rows, for they cost as much and weigh less."""
+        deep = -(-len(ids) // 2)
+        found = self._unrolled(ids[:deep], lesson.part(slice(deep)), self.positions_ahead)
+        if deep < len(ids):
+            first = self._unrolled(ids[deep:], lesson.part(slice(deep, None)), min(STEPS_OF_ALL, self.positions_ahead))
+            for ahead, loss in enumerate(first):
+                found[ahead] = found[ahead].lerp(loss, 1 - deep / len(ids))
         return torch.stack(found)
+
+    def _unrolled(self, ids: Tensor, lesson: Lesson, steps: int) -> list[Tensor]:
+        """Mean loss of each of so many steps."""
+        head, found = self.working, []
+        wanted, places = (part[:, 1:].flatten(0, 1) for part in (lesson.probs, lesson.places))
+        for ahead, hidden in enumerate(head(ids[:, 1:], lesson.joined[:, :-1], steps)):
+            weights = lesson.counts[:, 1:].float()
+            weights[:, :ahead] = 0
+            read = hidden.flatten(0, 1)
+            found.append(soft_loss(read, head.weight(), wanted, weights.flatten(), self.config.loss, tokens=places))
+        return found
 
     def ranks(self, texts: Continuations) -> Ranks:
         """See `HeadRecipe`."""
@@ -277,32 +313,6 @@ def _attend(
     query = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     mixed = attend(query.to(value.dtype), key.to(value.dtype), value, *getattr(module, STEPS))
     return mixed.transpose(1, 2), None
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of a step to tokens with the target's features and, after them, to the draft tokens so far.
-
-    Args:
-        q: (B, heads, T, width), scaled; turned as keys are.
-        k, v: (B, KV heads, T, width) of this step.
-        keys, values: (B, heads, T, width) of the steps before; those of this step are added.
-
-    Returns:
-        (B, heads, T, width of values).
-    """
-    times = q.shape[1] // k.shape[1]
-    keys.append(k.repeat_interleave(times, 1))
-    values.append(v.repeat_interleave(times, 1))
-    step, length = len(keys) - 1, q.shape[2]
-    # Step k's row t sees tokens up to t - k as the target read them, and t - k + j as the j-th draft token.
-    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril(-step)
-    whole = (q @ keys[0].transpose(2, 3)).float().masked_fill(~seen, -torch.inf)
-    own = [(q * behind(keys[j], step - j)).sum(-1, keepdim=True).float() for j in range(1, step + 1)]
-    weights = torch.softmax(torch.cat([whole, *own], -1), -1).to(v.dtype)
-    mixed = weights[..., :length] @ values[0]
-    for j in range(1, step + 1):
-        mixed = mixed + weights[..., length + j - 1, None] * behind(values[j], step - j)
-    return mixed
 
 
 def behind(rows: Tensor, count: int) -> Tensor:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ from transformers import PreTrainedModel
 
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.model_executor.structural_copy import layer_list
-
-logger = logging.getLogger("sakiyomi")
+from sakiyomi.train.kept_rows import KeptRows, row_keys
 
 
 class HiddenStates:
@@ -35,60 +31,34 @@ class HiddenStates:
     """
 
     def __init__(self, backbone: Backbone, folder: Path, limit_bytes: int = 0) -> None:
-        self._backbone, self._limit = backbone, limit_bytes
-        # The system deletes it with the process, however that ends.
-        self._file = tempfile.TemporaryFile(dir=folder) if limit_bytes else None  # noqa: SIM115
-        self._places: dict[bytes, int] = {}
+        self._backbone = backbone
+        self._kept = KeptRows(folder, limit_bytes)
+        self.close = self._kept.close
         self.computed = self.found = 0
 
     def __call__(self, ids: Tensor) -> Tensor:
         """(B, T) ids to (B, T, hidden), on the device of the ids."""
-        if self._file is None:
-            return self._compute(ids)
         keys = row_keys(ids)
-        missing = [index for index, key in enumerate(keys) if key not in self._places]
+        missing = [index for index, key in enumerate(keys) if key not in self._kept]
         fresh = dict(zip(missing, self._compute(ids[missing]), strict=True)) if missing else {}
         self.found += len(ids) - len(missing)
         for index, row in fresh.items():
-            self._keep(keys[index], row)
+            self._kept.keep(keys[index], [row.to(torch.bfloat16)])
         dtype = fresh[missing[0]].dtype if missing else self._backbone.weight.dtype
-        return torch.stack([fresh[i] if i in fresh else self._read(key, ids, dtype) for i, key in enumerate(keys)])
-
-    def close(self) -> None:
-        """Give the disk space back."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._places = None, {}
+        return torch.stack(
+            [fresh[i] if i in fresh else self._kept.read(key)[0].to(ids.device, dtype) for i, key in enumerate(keys)]
+        )
 
     def _compute(self, ids: Tensor) -> Tensor:
         self.computed += len(ids)
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
             return torch.cat([self._backbone(rows) for rows in chunks(ids)])[: len(ids)]
 
-    def _keep(self, key: bytes, row: Tensor) -> None:
-        size = row.numel() * 2
-        if self._file is None or key in self._places or (len(self._places) + 1) * size > self._limit:
-            return
-        content = row.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
-        place = len(self._places) * size
-        try:
-            written = os.pwrite(self._file.fileno(), content, place)
-        except OSError as error:
-            logger.warning("hidden states are kept no further (%s); the others are computed each time", error.strerror)
-            self._limit = 0
-            return
-        if written == size:
-            self._places[key] = place
-
-    def _read(self, key: bytes, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        assert self._file is not None
-        width = int(self._backbone.weight.shape[1])
-        content = bytearray(os.pread(self._file.fileno(), ids.shape[1] * width * 2, self._places[key]))
-        row = torch.frombuffer(content, dtype=torch.int16).view(torch.bfloat16).view(ids.shape[1], width)
-        return row.to(ids.device, dtype)
-
 
 # ---------------------------------------------------------------- outputs of layers
+
+
+LABEL_ROWS = 256  # positions whose logits over the whole vocabulary are held at a time
 
 
 class TargetStates:
@@ -127,22 +97,87 @@ class TargetStates:
         return torch.cat([found[place] for place in range(len(self._modules))] or [last], -1), last
 
     @torch.no_grad()
-    def probs(self, last: Tensor, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The target's distributions over some of its tokens, None: all, and where the likeliest is one of them.
+    def likeliest(self, last: Tensor, tokens: Tensor | None, top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's likeliest tokens among some, None: all, and whether the likeliest of all is one of them.
 
         Args:
             last: (n, H), what its head reads.
             tokens: that the others' mass is spread over.
+            top: how many (K).
 
         Returns:
-            (n, tokens) and (n,) bool.
+            (n, K) int32 places among the tokens, likeliest first, (n, K) float16 probabilities that sum to 1, and (n,)
+            bool.
         """
-        with torch.autocast(last.device.type, enabled=False):
-            logits = self.backbone.head(last)
-        if tokens is None:
-            return torch.softmax(logits.float(), -1), torch.ones(len(last), dtype=torch.bool)
-        known = torch.isin(logits.argmax(-1), tokens)
-        return torch.softmax(logits[:, tokens].float(), -1), known
+        found = []
+        for some in last.split(LABEL_ROWS):
+            logits = self.backbone.head(some)
+            own = logits if tokens is None else logits[:, tokens]
+            values, places = own.topk(min(top, own.shape[1]), dim=1)
+            known = values[:, 0] >= logits.amax(1)
+            found.append((places.int(), torch.softmax(values.float(), 1).half(), known))
+        places, probs, known = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return places, probs, known
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a target gives for some rows of text.
+
+    Attributes:
+        joined: (B, T, joined) outputs of its layers side by side.
+        places: (B, T, K) its likeliest tokens after each, as places among the tokens that a head proposes.
+        probs: (B, T, K) their probabilities, which sum to 1.
+        counts: (B, T) whether the likeliest token of all is one of these.
+    """
+
+    joined: Tensor
+    places: Tensor
+    probs: Tensor
+    counts: Tensor
+
+    def part(self, some: slice) -> Lesson:
+        """Some of the rows."""
+        return Lesson(self.joined[some], self.places[some], self.probs[some], self.counts[some])
+
+
+class Lessons:
+    """Lessons of rows that may come again: a later epoch needs no pass of the target.
+
+    Args:
+        states: of the target.
+        tokens: that a head proposes; None: all.
+        top: labels of a position (K).
+        kept: where lessons are kept.
+    """
+
+    def __init__(self, states: TargetStates, tokens: Tensor | None, top: int, kept: KeptRows) -> None:
+        self._states, self._tokens, self._top, self._kept = states, tokens, top, kept
+
+    def __call__(self, ids: Tensor) -> Lesson:
+        """Of (B, T) token ids."""
+        with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
+            return self._of(ids)
+
+    def _of(self, ids: Tensor) -> Lesson:
+        keys = row_keys(ids)
+        missing = [index for index, key in enumerate(keys) if key not in self._kept]
+        fresh: dict[int, Sequence[Tensor]] = {}
+        # In passes of one shape: a row's lesson does not depend on the rows beside it, nor on when a run was resumed.
+        for rows in chunks(ids[missing]) if missing else ():
+            joined, last = self._states(rows)
+            labels = self._states.likeliest(last.flatten(0, 1), self._tokens, self._top)
+            parts = [joined, *(part.unflatten(0, rows.shape) for part in labels)]
+            for index, one in zip(missing[len(fresh) :], zip(*parts, strict=True), strict=False):
+                fresh[index] = one
+                self._kept.keep(keys[index], one)
+        found = [fresh[index] if index in fresh else self._kept.read(key) for index, key in enumerate(keys)]
+        joined, places, probs, counts = (torch.stack(parts).to(ids.device) for parts in zip(*found, strict=True))
+        return Lesson(joined, places.long(), probs.float(), counts)
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        self._kept.close()
 
 
 @torch.no_grad()
@@ -205,11 +240,6 @@ def vocabulary(model: PreTrainedModel) -> int:
     """Rows of the output embedding: the width of the logits, which may pass the tokenizer's last id."""
     head: Any = model
     return int(head.get_output_embeddings().weight.shape[0])
-
-
-def row_keys(ids: Tensor) -> list[bytes]:
-    """A short name of each row of (B, T) ids."""
-    return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
 
 
 def chunks(ids: Tensor) -> Sequence[Tensor]:

@@ -7,7 +7,7 @@ each further token, as in FastMTP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,10 @@ class _Mtp(UnrolledRecipe[TrainMtp]):
         self.begun = None
         self.module = module
         return MtpHead(self.form, module, self.target.get_output_embeddings().weight.detach())
+
+    def shared(self) -> Sequence[Tensor]:
+        """See `HeadRecipe`."""
+        return [self.head.weight()]
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
         """See `HeadRecipe`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +40,9 @@ class Taught(TextRecipe[Settings]):
         held_back: documents of the training text that are held out.
     """
 
+    marked: ClassVar[bool] = False
+    """Whether rows mark tokens that are read and not learnt, as `Library` does: prompts, and what users say."""
+
     def prompts(self) -> list[TextSpec]:
         """Files whose beginnings or questions the target continues."""
         return parse_texts("--prompts", self.config.sampling.prompts or self.config.text.text)
@@ -53,7 +56,7 @@ class Taught(TextRecipe[Settings]):
         self.target, self.tokenizer = target, _ = load_target(config.target)
         self.positions, self.vocab = _check_positions(config, target), vocabulary(target)
         self.check_target()
-        library = Library(self.tokenizer, self.vocab)
+        library = Library(self.tokenizer, self.vocab, marked=self.marked)
         paths = [spec.path for spec in self.specs]
         held = library.held_out(self.valid, paths, config.eval_prompts, PROMPT_TOKENS, config.loop.seed)
         self.held_back = 0 if self.valid else sum(map(len, held.values()))

@@ -1,0 +1,72 @@
+"""What was computed for rows of token ids, kept on disk for the epochs in which they come again."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("sakiyomi")
+
+
+def row_keys(ids: Tensor) -> list[bytes]:
+    """A short name of each row of (B, T) ids."""
+    return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
+
+
+class KeptRows:
+    """Tensors of rows in one file, which the system deletes with the process. Memory beyond the page cache is not used.
+
+    Args:
+        folder: holds the file.
+        limit_bytes: of the file; 0: no file, and nothing is kept. If the disk is full earlier, what fits is kept.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder) if limit_bytes else None  # noqa: SIM115
+        self._limit, self._end = limit_bytes, 0
+        self._places: dict[bytes, tuple[int, list[tuple[torch.dtype, torch.Size]]]] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def keep(self, key: bytes, tensors: Sequence[Tensor]) -> None:
+        """Store the tensors of a row, unless there is no room left."""
+        if self._file is None or key in self._places:
+            return
+        content = b"".join(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors
+        )
+        if self._end + len(content) > self._limit:
+            return
+        try:
+            written = os.pwrite(self._file.fileno(), content, self._end)
+        except OSError as error:
+            logger.warning("rows are kept no further (%s); the others are computed each time", error.strerror)
+            self._limit = 0
+            return
+        if written == len(content):
+            self._places[key] = self._end, [(tensor.dtype, tensor.shape) for tensor in tensors]
+            self._end += written
+
+    def read(self, key: bytes) -> list[Tensor]:
+        """The tensors of a row that is kept."""
+        assert self._file is not None
+        place, forms = self._places[key]
+        sizes = [shape.numel() * dtype.itemsize for dtype, shape in forms]
+        content = torch.frombuffer(bytearray(os.pread(self._file.fileno(), sum(sizes), place)), dtype=torch.uint8)
+        parts = content.split(sizes)
+        # clone: a type's numbers must begin at a multiple of their size
+        return [part.clone().view(dtype).view(shape) for part, (dtype, shape) in zip(parts, forms, strict=True)]
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._places = None, {}
