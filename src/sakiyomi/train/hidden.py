@@ -164,7 +164,7 @@ class Lessons:
         missing = [index for index, key in enumerate(keys) if key not in self._kept]
         fresh: dict[int, Sequence[Tensor]] = {}
         # In passes of one shape: a row's lesson does not depend on the rows beside it, nor on when a run was resumed.
-        for rows in chunks(ids[missing]) if missing else ():
+        for rows in chunks(ids[missing], min(CHUNK_ROWS, len(ids))) if missing else ():
             joined, last = self._states(rows)
             labels = self._states.likeliest(last.flatten(0, 1), self._tokens, self._top)
             parts = [joined, *(part.unflatten(0, rows.shape) for part in labels)]
@@ -242,10 +242,10 @@ def vocabulary(model: PreTrainedModel) -> int:
     return int(head.get_output_embeddings().weight.shape[0])
 
 
-def chunks(ids: Tensor) -> Sequence[Tensor]:
-    """Rows of (B, T) ids in passes of one shape; the last is filled up with zeros."""
-    filled = torch.cat([ids, ids.new_zeros(-len(ids) % CHUNK_ROWS, ids.shape[1])])
-    return list(torch.split(filled, CHUNK_ROWS))
+def chunks(ids: Tensor, most: int = CHUNK_ROWS) -> Sequence[Tensor]:
+    """Rows of (B, T) ids in passes of one shape, ``most`` rows; the last is filled up with zeros."""
+    filled = torch.cat([ids, ids.new_zeros(-len(ids) % most, ids.shape[1])])
+    return list(torch.split(filled, most))
 
 
 class SoftLabels:
