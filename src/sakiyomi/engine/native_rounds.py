@@ -46,7 +46,7 @@ class NativeRounds:
         self._target, self._speculation = target, speculation
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
         self._given = drafter is not None and self._drafter is None  # drafts are given
-        self._reads = drafter is not None and drafter.leading > 0  # the drafter reads logits: rounds are Python's
+        self._reads = drafter is not None and drafter.leading > 0  # the drafter reads logits: its rounds are Python's
         self._wants_states = drafter is not None and drafter.hidden_states is not None
         model = self._drafter.model if self._drafter is not None else None
         self._rounds = KernelRounds(model, target, target.vocab_size, states=self._wants_states)
@@ -81,7 +81,7 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        if not self._given or self._reads or any(request.fault is not None for request in requests):
+        if not self._given or (self._reads and drafted.asked) or any(request.fault is not None for request in requests):
             return None
         return self._run(requests, [0] * len(requests), drafted, clock)
 
