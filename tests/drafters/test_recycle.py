@@ -85,7 +85,9 @@ def test_rounds_in_which_it_rests_are_those_of_the_kernels(monkeypatch: pytest.M
     """They rank nothing, and take no longer than plain decoding."""
     monkeypatch.setattr(Pace, "undrafted", property(lambda pace: True))
     spy = Spy()
-    out = LLM((MODEL, TOKENIZER), spy, dtype="float32", strict=True).generate([PROMPTS[0]], many(gamma="auto"))[0]
+    llm = LLM((MODEL, TOKENIZER), spy, dtype="float32", strict=True)
+    llm.wait()
+    out = llm.generate([PROMPTS[0]], many(gamma="auto", nodes="auto"))[0]
     assert out.token_ids == greedy(MODEL, PROMPTS[0], 24)
     assert len(spy.told) == 1, "behind the prompt"
 
