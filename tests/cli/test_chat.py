@@ -301,15 +301,16 @@ def test_generate_with_the_template(models: Path, say: Callable[..., Result], tm
 
     chats = tmp_path / "chats.jsonl"
     said = [{"from": "human", "value": "Once upon"}, {"from": "gpt", "value": "left out: it is to be written"}]
-    chats.write_text(json.dumps({"conversations": said}) + '\n{"turns": ["Who", "?"]}\n', encoding="utf-8")
+    lines = [{"conversations": said}, {"turns": ["Who", "?"]}, {"text": "Who"}]
+    chats.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     value = found(texts("Once upon", "--chat", "--file", str(chats)))
     replies = [one["text"] for one in value["generations"]]
     assert replies[0] == contents(found(say("Once upon\n", "--json")))[1]
     assert replies[1] == replies[0] and value["prompts"][1] == value["prompts"][0]
-    assert replies[2] == contents(found(say("Who\n", "--json")))[1]
+    assert replies[2] == replies[3] == contents(found(say("Who\n", "--json")))[1]
     alone = found(texts("--file", str(chats)))["generations"]
-    assert alone[0]["text"] == replies[0]  # a chat needs no flag, a text does
-    assert alone[1]["token_ids"] != value["generations"][2]["token_ids"]
+    assert [one["text"] for one in alone[:2]] == [replies[0], replies[2]]  # chats need no flag, texts do
+    assert alone[2]["token_ids"] != value["generations"][3]["token_ids"]
     refused = texts("Once", "--chat", model="plain")
     assert refused.exit_code == 2 and "has no chat template" in refused.stderr
 

@@ -75,6 +75,7 @@ DRAFTS: dict[str, Callable[[Path], str]] = {
     "oracle": lambda folder: "oracle:0.6",
     "prompt-lookup": lambda folder: "prompt-lookup",
     "suffix": lambda folder: "suffix",
+    "recycle": lambda folder: "recycle",
     "ngram": lambda folder: "ngram",
     "model folder": lambda folder: f"model:{save_model(folder / 'same', model(), tiny_tokenizer())}",
     "merged": lambda folder: f"suffix+{draft_file(folder)}",
