@@ -21,7 +21,7 @@ from sakiyomi.core.prompts import read_prompts
 from sakiyomi.evaluation.tuning import training
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.forecast import acceptance_of, forecast
-from sakiyomi.evaluation.tuning.kinds import LEARNT, Costs, choose, coverage, told
+from sakiyomi.evaluation.tuning.kinds import LEARNT, Choice, Costs, choose, coverage, told
 from sakiyomi.train.answers import INSTRUCTIONS, as_asked, instructions, own_prompts, user_turn
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.samples import sample_continuations
@@ -190,6 +190,15 @@ def test_prompts_of_the_user(tmp_path: Path) -> None:
     assert {0, 8, 16} <= missing and len(missing) <= 8, "a batch of twelve is written in any case"
     measured = read_prompts(found["trained"]["prompts"])
     assert len(measured) == 3 and found["conditions"]["calibrated_on"] <= 2
+
+
+def test_a_small_model_is_told_its_share_of_a_target_pass(tmp_path: Path) -> None:
+    costs = Costs(0.01, {1: 1.0, 8: 1.5}, 1e-10)
+    choice = Choice("draft", 0, 1.0, 0.0025, 4, 1.5, False)
+    found = training._settings(
+        PairConfig(target="target", train=1.0), choice, costs, tmp_path / "answers", tmp_path, 128
+    )
+    assert float(found["cost"]) == 0.25
 
 
 @pytest.mark.parametrize(

@@ -239,13 +239,13 @@ def _train(
         return done | {"held_out": read_json(card)["held_out"]}
     watch = _watch(config, choice, costs, out, state, ask)
     run = getattr(importlib.import_module(f"sakiyomi.train.{choice.kind}"), f"train_{choice.kind}")
-    found = run(COMMANDS[choice.kind].of(**_settings(config, choice, answers, out, state.row)), "", watch)
+    found = run(COMMANDS[choice.kind].of(**_settings(config, choice, costs, answers, out, state.row)), "", watch)
     if not found["finished"]:
         return {"finished": False, "kind": choice.kind, "step": found["step"], "tokens": found["tokens"]}
     return done | {"held_out": found["held_out"], "tokens": found["tokens"], "minutes": found["minutes"]}
 
 
-def _settings(config: PairConfig, choice: Choice, answers: Path, out: Path, row: int) -> dict[str, Any]:
+def _settings(config: PairConfig, choice: Choice, costs: Costs, answers: Path, out: Path, row: int) -> dict[str, Any]:
     """Settings of the recipe."""
     minutes = config.train * (1 - ANSWERING)
     common: dict[str, Any] = {
@@ -264,7 +264,7 @@ def _settings(config: PairConfig, choice: Choice, answers: Path, out: Path, row:
         return common | {"data": (str(answers),), "eval_prompts": MEASURED_TEXTS}
     common |= {"text": (str(answers),), "samples": 0, "eval_prompts": MEASURED_TEXTS}
     if choice.kind == "draft":
-        return common | {"cost": f"{choice.step / choice.seconds(1):g}"}
+        return common | {"cost": f"{choice.step / costs.plain:g}"}
     own = {"draft_vocab": choice.draft_vocab, "unroll": UNROLL} if choice.kind == "eagle" else {}
     return common | own | {"speed": False}
 
