@@ -95,11 +95,11 @@ def own_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
         seed: of the sampling.
     """
     tokenizer = llm.tokenizer
-    begin = user_turn(tokenizer) if has_template(tokenizer) else ([tokenizer.eos_token_id], "")
+    chat = has_template(tokenizer)
+    begin = user_turn(tokenizer) if chat else ([tokenizer.eos_token_id], "")
     if begin is None:
         return []
     prefix, end = begin
-    chat = has_template(tokenizer)
     params = SamplingParams(
         max_new_tokens=LONGEST_MESSAGE if chat else BEGINNING,
         temperature=TEMPERATURE,

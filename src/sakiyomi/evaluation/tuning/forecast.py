@@ -44,11 +44,7 @@ def acceptance_of(values: Mapping[str, float]) -> float:
     if tau is None:
         places = [values[f"position_{k}"] for k in range(1, PLACES + 1) if f"position_{k}" in values]
         return places[0] if places else 0.0
-    low, high = 0.0, 1.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        low, high = (middle, high) if theory.expected_tokens(middle, gamma) < tau else (low, middle)
-    return low
+    return theory.alpha_of(min(max(tau, 1.0), gamma + 1), gamma)
 
 
 def forecast(held_out: Sequence[Mapping[str, Any]], end: float, choice: Choice, costs: Costs) -> Forecast:

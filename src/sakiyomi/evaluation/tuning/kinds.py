@@ -14,7 +14,7 @@ whose vocabulary can be cut (EAGLE) usually wins.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -180,10 +180,9 @@ def choose(costs: Costs, config: Any, vocab: int, answers: Sequence[Ids], kind: 
 def _predicted(kind: str, size: int, covered: float, costs: Costs, config: Any, vocab: int) -> Choice:
     parallel = kind in ("block", "medusa")
     step = LAUNCH + costs.weight * step_weights(kind, config, size or vocab)
-    speedup, gamma = costs.best(
-        [covered * alpha for alpha in LEARNT[kind]], lambda gamma: step * (1 if parallel else gamma)
-    )
-    return Choice(kind, size, covered, step, gamma, speedup, parallel)
+    choice = Choice(kind, size, covered, step, 0, 1.0, parallel)
+    speedup, gamma = costs.best([covered * alpha for alpha in LEARNT[kind]], choice.seconds)
+    return replace(choice, gamma=gamma, speedup=speedup)
 
 
 def told(choices: Sequence[Choice], costs: Costs) -> str:
