@@ -1,14 +1,13 @@
-"""Tokenizers of the vocabularies in llama.cpp's repository: GGUF files without weights, see ``SAKIYOMI_REAL``."""
+"""Tokenizers of the vocabularies in llama.cpp's repository: GGUF files without weights, see ``real_files``."""
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from pathlib import Path
 
-import pytest
 from transformers import PreTrainedTokenizerFast
 
+from real_files import real
 from sakiyomi.core.gguf import read_gguf
 from sakiyomi.model_executor.gguf.tokenizer import GgufTokenizer, build_tokenizer
 
@@ -21,10 +20,7 @@ NAMES = (
 
 def vocabulary(name: str) -> Path:
     """The file of a vocabulary; the test is skipped where the files are not at hand."""
-    folder = os.environ.get("SAKIYOMI_REAL")
-    if not folder:
-        pytest.skip("SAKIYOMI_REAL, a folder of vocabularies that others made, is not set")
-    return Path(folder) / f"llama.cpp/models/ggml-vocab-{name}.gguf"
+    return real(f"llama.cpp/models/ggml-vocab-{name}.gguf")
 
 
 @lru_cache

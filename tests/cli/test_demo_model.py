@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from real_files import FOLDER, GGUF, real
 from sakiyomi.cli import app, own_model
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.engine.config import LLMConfig
@@ -25,7 +25,6 @@ from seq2seq_toys import build
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 runner = CliRunner()
-REAL = Path(os.environ.get("SAKIYOMI_REAL", ""))
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
 
@@ -177,11 +176,9 @@ def test_bars_of_a_terminal_without_blocks(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["smollm2-hf", "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"])
+@pytest.mark.parametrize("name", [FOLDER, GGUF])
 def test_a_real_model_writes_the_same_text(name: str, short: None) -> None:
-    if not os.environ.get("SAKIYOMI_REAL"):
-        pytest.skip("SAKIYOMI_REAL, a folder with smollm2, is not set")
-    result = runner.invoke(app, ["demo", "--model", str(REAL / name), "--max-new-tokens", "24", "--json"])
+    result = runner.invoke(app, ["demo", "--model", str(real(name)), "--max-new-tokens", "24", "--json"])
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout.splitlines()[-1])
     assert value["conditions"]["template"] == "chat"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from real_files import FOLDER, real
 from sakiyomi import LLM, InputError
 from sakiyomi.cli import app
 from sakiyomi.core.prompts import read_prompts
@@ -319,9 +319,8 @@ def test_a_user_turn(tmp_path: Path) -> None:
     assert user_turn(tokenizer) is None
 
 
-@pytest.mark.skipif("SAKIYOMI_REAL" not in os.environ, reason="needs SAKIYOMI_REAL")
 def test_a_real_user_turn() -> None:
     """That of SmolLM2, with its system prompt."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(os.environ["SAKIYOMI_REAL"]) / "smollm2-hf")
+    tokenizer = AutoTokenizer.from_pretrained(real(FOLDER))
     begin, end = user_turn(tokenizer) or ([], "")
     assert tokenizer.decode(begin).endswith("<|im_start|>user\n") and end.startswith("<|im_end|>")

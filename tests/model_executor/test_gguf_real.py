@@ -1,27 +1,24 @@
-"""A GGUF file that others made: SmolLM2-135M-Instruct in Q4_1, see ``SAKIYOMI_REAL``."""
+"""A GGUF file that others made: SmolLM2-135M-Instruct in Q4_1, see ``real_files``."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from real_files import GGUF, real
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedEmbedding, PackedLinear, PackedWeights
 from sakiyomi.model_executor.loading import load_model
 
 pytestmark = pytest.mark.thorough
-FILE = Path(os.environ.get("SAKIYOMI_REAL", "")) / "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="module")
 def file() -> Path:
-    if not FILE.is_file():
-        pytest.skip("SAKIYOMI_REAL, a folder with smollm2, is not set")
-    return FILE
+    return real(GGUF)
 
 
 def test_a_question_is_answered_from_its_template(file: Path) -> None:
