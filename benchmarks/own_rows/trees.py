@@ -51,11 +51,11 @@ SHARES = (0.25, 0.5, 0.75)
 
 @declared("greedy, a target that drafts for itself, tokens/s")
 def selfdraft(row: PairRow) -> Races:
-    """Greedy: plain, self-int8 unless the target's own weights are quantized, and exits after some of the layers."""
-    rounded = row.config.quantize is not None
-    llm = row.llm("none" if rounded else "self-int8")
+    """Greedy: plain, with copies in fewer bits unless the target's own weights are quantized, and with exits."""
+    llm = row.llm("none")
     layers = int(llm.target.config.num_hidden_layers)
-    ways: dict[str, Any] = {"plain": EngineView(llm)} | ({} if rounded else {"self-int8": llm})
+    copies = () if row.config.quantize else ("self-int8", "self-int4")
+    ways: dict[str, Any] = {"plain": EngineView(llm)} | {name: EngineView(llm, llm.drafter(name)) for name in copies}
     for count in sorted({min(max(1, round(share * layers)), layers - 1) for share in SHARES} - {0}):
         ways[f"early-exit:{count}"] = EngineView(llm, EarlyExit(FirstLayers(llm.target, count)))
     yield Race({name: figured(row.run(way), _draft_share) for name, way in ways.items()}, row.pair.judge(llm))

@@ -457,8 +457,8 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
 def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
     found = own_row("selfdraft", pair)
     names = [line["name"] for line in found.lines]
-    assert names[:2] == ["plain", "self-int8"]
-    assert names[2].startswith("early-exit:1")
+    assert names[:3] == ["plain", "self-int8", "self-int4"]
+    assert names[3].startswith("early-exit:1")
     assert all(line["equal"] and line["tau"] >= 1 for line in found.lines)
     assert found.lines[0]["draft_share"] == 0
     assert all(0 < line["draft_share"] < 1 for line in found.lines[1:])

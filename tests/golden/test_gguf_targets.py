@@ -70,6 +70,7 @@ DRAFTS: dict[str, Callable[[Path], str]] = {
     "eagle": lambda folder: f"eagle:{speculators_folder(folder / 'eagle', new_head(model(), layers=(0, 1, 2)))}",
     "block": block,
     "self-int8": lambda folder: "self-int8",
+    "self-int4": lambda folder: "self-int4",
     "self-evicted": lambda folder: "self-evicted:64",
     "early-exit": lambda folder: "early-exit:1",
     "oracle": lambda folder: "oracle:0.6",

@@ -236,8 +236,9 @@ def test_layers_in_no_list_are_refused() -> None:
 
 @pytest.mark.thorough
 @needs_kernels
+@pytest.mark.parametrize(("spec", "right"), [("self-int8", 0.4), ("self-int4", 0.2)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_self_int8(dtype: str, tmp_path: Any) -> None:
+def test_self_quantized(dtype: str, spec: str, right: float, tmp_path: Any) -> None:
     """From a folder and from a loaded pair; often right, its weights a fraction of the target's."""
     model = tiny_llama(vocab=VOCAB, layers=2, dim=64)
     folder = save_model(tmp_path, model, TOKENIZER)
@@ -245,18 +246,19 @@ def test_self_int8(dtype: str, tmp_path: Any) -> None:
         options: dict[str, Any] = {"compile": False, "dtype": dtype} if isinstance(target, str) else {"compile": False}
         if dtype == "bfloat16" and not isinstance(target, str):
             target = (target[0].to(torch.bfloat16), target[1])
-        llm = LLM(target, "self-int8", exact=True, strict=True, **options)
+        llm = LLM(target, spec, exact=True, strict=True, **options)
         plain = LLM(target, "none", exact=True, **options)
         done = llm.generate(PROMPTS, params())
         assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(PROMPTS, params())]
-        assert sum(out.stats.accepted for out in done) > 0.4 * sum(out.stats.drafted for out in done)
+        assert sum(out.stats.accepted for out in done) > right * sum(out.stats.drafted for out in done)
         own = llm.draft.model  # type: ignore[union-attr]
         assert own.weights.quantization is not None and llm.target.weights.quantization is None
         assert own.weights.bytes < (0.62 if dtype == "bfloat16" else 0.4) * llm.target.weights.bytes
-        assert {entry.source for out in done for entry in out.trace} == {"self-int8", "target"}
+        assert {entry.source for out in done for entry in out.trace} == {spec, "target"}
 
 
 @needs_kernels
-def test_self_int8_of_rounded_weights_is_refused() -> None:
+@pytest.mark.parametrize("spec", ["self-int8", "self-int4"])
+def test_a_quantized_copy_of_rounded_weights_is_refused(spec: str) -> None:
     with pytest.raises(InputError, match="would not be faster"):
-        llm_of("self-int8", quantize="int8")
+        llm_of(spec, quantize="int8")

@@ -313,10 +313,10 @@ def test_without_mixed_precision(joint: bool, tmp_path: Path, monkeypatch: pytes
         pytest.importorskip("peft", reason="joint training needs peft")
     seen, compute = set[torch.dtype](), HiddenStates._compute
 
-    def noted(self: HiddenStates, ids: torch.Tensor) -> torch.Tensor:
-        hidden = compute(self, ids)
-        seen.add(hidden.dtype)
-        return hidden
+    def noted(self: HiddenStates, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = compute(self, rows)
+        seen.add(found[0].dtype)
+        return found
 
     monkeypatch.setattr(HiddenStates, "_compute", noted)
     monkeypatch.setattr("sakiyomi.train.config.multiplies_bf16", lambda: False)

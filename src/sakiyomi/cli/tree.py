@@ -127,7 +127,7 @@ def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
     if not rounds:
         console.print(
             f"no draft tokens were proposed in {passes} rounds: the drafter found nothing to propose; another one "
-            "does, for instance --draft self-int8 (the model itself in 8 bits) or --draft model:FOLDER"
+            "does, for instance --draft self-int4 (the model itself in 4 bits) or --draft model:FOLDER"
         )
     for traced in rounds:
         console.print()

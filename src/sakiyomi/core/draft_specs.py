@@ -142,6 +142,7 @@ FORMS = {
     "mtp": Form("[:<layer>]", "MTP layer", _folder),
     "assistant": Form(":<assistant>", "Gemma assistant", _folder),
     "self-int8": Form(),
+    "self-int4": Form(),
     "self-evicted": Form("[:<pairs of a head>]", "number of pairs", int, ":1024"),
     "early-exit": Form(":<layers>", "layer", int, ":4"),
     "oracle": Form("[:<rate>]", "rate from 0 to 1", _rate, ":0.8"),

@@ -67,15 +67,16 @@ def _model(spec: ModelSpec, around: DrafterContext) -> Drafter:
     return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
-def _self_int8(_: None, around: DrafterContext) -> Drafter:
+def _self_quantized(kind: str, around: DrafterContext) -> Drafter:
+    """The target itself in fewer bits."""
     from sakiyomi.drafters.model import ModelDrafter
 
     if around.packed.weights.quantization is not None:
         raise InputError(
-            "draft self-int8: the target's own weights are quantized, and a quantized copy would not be faster; leave "
-            "out quantize, or choose another draft"
+            f"draft self-{kind}: the target's own weights are quantized, and a quantized copy would not be faster; "
+            "leave out quantize, or choose another draft"
         )
-    return ModelDrafter(around.quantized("int8"), around.vocab_size, name="self-int8")
+    return ModelDrafter(around.quantized(kind), around.vocab_size, name=f"self-{kind}")
 
 
 DRAFTERS: dict[str, str | Callable[[Any, DrafterContext], Drafter]] = {
@@ -85,7 +86,8 @@ DRAFTERS: dict[str, str | Callable[[Any, DrafterContext], Drafter]] = {
     "block": "block.BlockDrafter",
     "mtp": "mtp.MtpDrafter",
     "assistant": "assistant.AssistantDrafter",
-    "self-int8": _self_int8,
+    "self-int8": lambda _, around: _self_quantized("int8", around),
+    "self-int4": lambda _, around: _self_quantized("int4", around),
     "self-evicted": "self_evicted.SelfEvicted",
     "early-exit": "early_exit.EarlyExit",
     "oracle": "oracle.Oracle",

@@ -19,8 +19,8 @@ class LLMConfig:
             model:, medusa:, eagle:, block:, mtp: before it, or an embedded name or hub id behind that), mtp (a layer in
             the target's own files), prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier
             texts, ngram:FILE is trained), recycle (what the target's passes ranked before; recycle:FILE keeps it),
-            self-int8 (the target in 8 bits), early-exit:LAYERS (its first layers), oracle:RATE (the known answer, to
-            measure what a draft could bring). Join several with +.
+            self-int4 or self-int8 (the target in 4 or 8 bits), early-exit:LAYERS (its first layers), oracle:RATE (the
+            known answer, to measure what a draft could bring). Join several with +.
         cache: eviction policy (h2o), quantization of keys and values (quant-8, quant-4, quant-2; kvquant-4, kvquant-3,
             kvquant-2 at levels fitted to the model), or both (h2o+quant-4). full keeps all keys and values unchanged;
             offload:FOLDER does the same in mapped files.

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.model_executor.structural_copy import layer_list
-from sakiyomi.train.kept_rows import KeptRows, row_keys
+from sakiyomi.train.kept_rows import KeptRows, chunks, row_keys
 
 
 class HiddenStates:
@@ -38,21 +38,14 @@ class HiddenStates:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """(B, T) ids to (B, T, hidden), on the device of the ids."""
-        keys = row_keys(ids)
-        missing = [index for index, key in enumerate(keys) if key not in self._kept]
-        fresh = dict(zip(missing, self._compute(ids[missing]), strict=True)) if missing else {}
-        self.found += len(ids) - len(missing)
-        for index, row in fresh.items():
-            self._kept.keep(keys[index], [row.to(torch.bfloat16)])
-        dtype = fresh[missing[0]].dtype if missing else self._backbone.weight.dtype
-        return torch.stack(
-            [fresh[i] if i in fresh else self._kept.read(key)[0].to(ids.device, dtype) for i, key in enumerate(keys)]
-        )
-
-    def _compute(self, ids: Tensor) -> Tensor:
-        self.computed += len(ids)
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-            return torch.cat([self._backbone(rows) for rows in chunks(ids)])[: len(ids)]
+            (found,), computed = self._kept.get(ids, self._compute, CHUNK_ROWS)
+        self.computed += computed
+        self.found += len(ids) - computed
+        return found
+
+    def _compute(self, rows: Tensor) -> Sequence[Tensor]:
+        return [self._backbone(rows)]
 
 
 # ---------------------------------------------------------------- outputs of layers
@@ -157,23 +150,14 @@ class Lessons:
     def __call__(self, ids: Tensor) -> Lesson:
         """Of (B, T) token ids."""
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-            return self._of(ids)
-
-    def _of(self, ids: Tensor) -> Lesson:
-        keys = row_keys(ids)
-        missing = [index for index, key in enumerate(keys) if key not in self._kept]
-        fresh: dict[int, Sequence[Tensor]] = {}
-        # In passes of one shape: a row's lesson does not depend on the rows beside it, nor on when a run was resumed.
-        for rows in chunks(ids[missing], min(CHUNK_ROWS, len(ids))) if missing else ():
-            joined, last = self._states(rows)
-            labels = self._states.likeliest(last.flatten(0, 1), self._tokens, self._top)
-            parts = [joined, *(part.unflatten(0, rows.shape) for part in labels)]
-            for index, one in zip(missing[len(fresh) :], zip(*parts, strict=True), strict=False):
-                fresh[index] = one
-                self._kept.keep(keys[index], one)
-        found = [fresh[index] if index in fresh else self._kept.read(key) for index, key in enumerate(keys)]
-        joined, places, probs, counts = (torch.stack(parts).to(ids.device) for parts in zip(*found, strict=True))
+            parts, _ = self._kept.get(ids, self._compute, min(CHUNK_ROWS, len(ids)))
+        joined, places, probs, counts = parts
         return Lesson(joined, places.long(), probs.float(), counts)
+
+    def _compute(self, rows: Tensor) -> Sequence[Tensor]:
+        joined, last = self._states(rows)
+        labels = self._states.likeliest(last.flatten(0, 1), self._tokens, self._top)
+        return [joined, *(part.unflatten(0, rows.shape) for part in labels)]
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -242,12 +226,6 @@ def vocabulary(model: PreTrainedModel) -> int:
     return int(head.get_output_embeddings().weight.shape[0])
 
 
-def chunks(ids: Tensor, most: int = CHUNK_ROWS) -> Sequence[Tensor]:
-    """Rows of (B, T) ids in passes of one shape, ``most`` rows; the last is filled up with zeros."""
-    filled = torch.cat([ids, ids.new_zeros(-len(ids) % most, ids.shape[1])])
-    return list(torch.split(filled, most))
-
-
 class SoftLabels:
     """Labels of rows of token ids, from a frozen target.
 
@@ -301,7 +279,7 @@ class SoftLabels:
 
     def _compute(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         tokens, probs = [], []
-        for rows in chunks(ids):
+        for rows in chunks(ids, CHUNK_ROWS):
             with torch.no_grad():
                 logits = self._target(input_ids=rows, use_cache=False).logits.float()
                 top = logits.topk(self.top, dim=-1)

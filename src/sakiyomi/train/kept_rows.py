@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,12 @@ logger = logging.getLogger("sakiyomi")
 def row_keys(ids: Tensor) -> list[bytes]:
     """A short name of each row of (B, T) ids."""
     return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
+
+
+def chunks(ids: Tensor, most: int) -> Sequence[Tensor]:
+    """Rows of (B, T) ids in passes of one shape, ``most`` rows; the last is filled up with zeros."""
+    filled = torch.cat([ids, ids.new_zeros(-len(ids) % most, ids.shape[1])])
+    return list(torch.split(filled, most))
 
 
 class KeptRows:
@@ -35,6 +41,28 @@ class KeptRows:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
+
+    def get(self, ids: Tensor, compute: Callable[[Tensor], Sequence[Tensor]], passed: int) -> tuple[list[Tensor], int]:
+        """What belongs to each of (B, T) ids.
+
+        Args:
+            ids: whose rows may have come before.
+            compute: makes the tensors of (N, T) rows that are not kept, each with the N rows in front.
+            passed: rows of a call (N). All calls have one shape, filled up with zeros: what belongs to a row does not
+                depend on the rows beside it, nor on when a run was resumed.
+
+        Returns:
+            The tensors, each with the B rows in front, and the number of rows that were computed.
+        """
+        keys = row_keys(ids)
+        missing = [index for index, key in enumerate(keys) if key not in self._places]
+        fresh: dict[int, Sequence[Tensor]] = {}
+        for rows in chunks(ids[missing], passed) if missing else ():
+            for index, row in zip(missing[len(fresh) :], zip(*compute(rows), strict=True), strict=False):
+                fresh[index] = row
+                self.keep(keys[index], row)
+        found = [fresh[index] if index in fresh else self.read(key) for index, key in enumerate(keys)]
+        return [torch.stack(parts).to(ids.device) for parts in zip(*found, strict=True)], len(missing)
 
     def keep(self, key: bytes, tensors: Sequence[Tensor]) -> None:
         """Store the tensors of a row, unless there is no room left."""

@@ -178,7 +178,7 @@ def _model_drafter(
     return CrossDrafter(inner, theirs, own, stop_tokens(other.model, theirs))
 
 
-_ELSEWHERE = ("model", "self-int8", "oracle")
+_ELSEWHERE = ("model", "self-int8", "self-int4", "oracle")
 
 
 def _check(parts: Sequence[str | Drafter], assistance: Assistance) -> None:

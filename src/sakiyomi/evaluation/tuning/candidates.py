@@ -39,7 +39,7 @@ def available(llm: LLM, target: str) -> list[str]:
     if layers >= 4:
         found.append(f"early-exit:{layers // 2}")
     if llm.target.weights.quantization is None and llm.target.device.type == "cpu" and not llm.target.offloaded:
-        found.append("self-int8")
+        found += ["self-int8", "self-int4"]
     return found
 
 
