@@ -101,11 +101,12 @@ def train_drafter(config: PairConfig, note: Note, ask: Ask, quiet: Callable[[], 
     note(f"loading {config.target}")
     llm = load(config, "none", max_batch=BATCH, strict=True)
     given, held = _split(config, llm, source, measured)
-    folder = _folder(config, llm)
+    own = fingerprint(llm.target.module, llm.tokenizer)
+    folder = _folder(config, own)
     folder.mkdir(parents=True, exist_ok=True)
     kept = _keep(folder / "measured.jsonl", held)
     state = State.read(folder / "state.json")
-    answers = _answer(config, llm, given, folder, state, note)
+    answers = _answer(config, llm, own.get("weights", config.target), given, folder, state, note)
     run = folder / f"{config.train:g}-minutes"
     choices, costs = _choose(config, llm, answers, state, note)
     state.row = min(ROW, llm.max_context)
@@ -163,10 +164,10 @@ def _new_tokens(llm: LLM) -> int:
     return min(NEW_TOKENS, llm.max_context // 2)
 
 
-def _folder(config: PairConfig, llm: LLM) -> Path:
+def _folder(config: PairConfig, own: dict[str, str]) -> Path:
     """Of a target, with these prompts and this temperature; dtypes share it, since a head is trained in bfloat16."""
     prompts = config.train_prompts or config.prompts or OWN
-    key = fingerprint(llm.target.module, llm.tokenizer) | {
+    key = own | {
         "prompts": prompts if prompts == OWN else str(Path(prompts).resolve()),
         "temperature": str(config.temperature),
     }
@@ -184,7 +185,9 @@ def _keep(path: Path, prompts: Sequence[str | Chat] | None) -> str | None:
     return str(path)
 
 
-def _answer(config: PairConfig, llm: LLM, given: list[list[int]], folder: Path, state: State, note: Note) -> Path:
+def _answer(
+    config: PairConfig, llm: LLM, name: str, given: list[list[int]], folder: Path, state: State, note: Note
+) -> Path:
     """The file of the target's answers, written for its share of the minutes."""
     seconds, path = config.train * 60 * ANSWERING, folder / "answers.jsonl"
     left = seconds - state.answered
@@ -195,7 +198,6 @@ def _answer(config: PairConfig, llm: LLM, given: list[list[int]], folder: Path, 
     )
     temperatures = (config.temperature,)
     plan = Plan(path, MOST, left / 60, _new_tokens(llm), BATCH, temperatures, 1)
-    name = fingerprint(llm.target.module, llm.tokenizer).get("weights", config.target)
     answers = Answers(plan, name, llm, given, origin)
     if left > 0 or not answers.count:
         note("the target answers")
