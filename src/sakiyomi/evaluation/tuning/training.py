@@ -61,19 +61,18 @@ class State:
         agreed: the question after the first forecast was answered with yes.
         choice: what is trained.
         costs: by which it was chosen.
-        row: tokens of a row of text.
     """
 
     answered: float = 0.0
     agreed: bool = False
     choice: dict[str, Any] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)
-    row: int = ROW
 
     @classmethod
     def read(cls, path: Path) -> State:
-        """That of a folder, or a new one."""
-        return cls(**read_json(path)) if path.is_file() else cls()
+        """That of a folder, or a new one; other versions may have written other keys."""
+        found = read_json(path) if path.is_file() else {}
+        return cls(**{name: value for name, value in found.items() if name in cls.__dataclass_fields__})
 
     def write(self, path: Path) -> None:
         """Keep it."""
@@ -109,7 +108,7 @@ def train_drafter(config: PairConfig, note: Note, ask: Ask, quiet: Callable[[], 
     answers = _answer(config, llm, own.get("weights", config.target), given, folder, state, note)
     run = folder / f"{config.train:g}-minutes"
     choices, costs = _choose(config, llm, answers, state, note)
-    state.row = min(ROW, llm.max_context)
+    row = min(ROW, llm.max_context)
     del llm
     gc.collect()
     quiet()
@@ -117,7 +116,8 @@ def train_drafter(config: PairConfig, note: Note, ask: Ask, quiet: Callable[[], 
         state.choice = asdict(choice)
         state.write(folder / "state.json")
         try:
-            found = _train(config, choice, costs, answers, run / choice.kind, state, ask)
+            settings = _settings(config, choice, costs, answers, run / choice.kind, row)
+            found = _train(config, choice, costs, settings, state, ask)
         except (UnsupportedError, InputError) as error:  # of a kind that this target cannot have
             if choice is choices[-1]:
                 raise
@@ -232,16 +232,17 @@ def _choose(config: PairConfig, llm: LLM, answers: Path, state: State, note: Not
 
 
 def _train(
-    config: PairConfig, choice: Choice, costs: Costs, answers: Path, out: Path, state: State, ask: Ask
+    config: PairConfig, choice: Choice, costs: Costs, settings: dict[str, Any], state: State, ask: Ask
 ) -> dict[str, Any]:
     """Run the recipe, from its checkpoint where it has one; a finished one is taken as it is."""
+    out = Path(settings["out"])
     card, kind = out / "model" / "card.json", {"draft": "model"}.get(choice.kind, choice.kind)
     done = {"finished": True, "draft": f"{kind}:{out / 'model'}", "kind": choice.kind}
     if card.is_file():
         return done | {"held_out": read_json(card)["held_out"]}
     watch = _watch(config, choice, costs, out, state, ask)
     run = getattr(importlib.import_module(f"sakiyomi.train.{choice.kind}"), f"train_{choice.kind}")
-    found = run(COMMANDS[choice.kind].of(**_settings(config, choice, costs, answers, out, state.row)), "", watch)
+    found = run(COMMANDS[choice.kind].of(**settings), "", watch)
     if not found["finished"]:
         return {"finished": False, "kind": choice.kind, "step": found["step"], "tokens": found["tokens"]}
     return done | {"held_out": found["held_out"], "tokens": found["tokens"], "minutes": found["minutes"]}
