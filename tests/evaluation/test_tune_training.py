@@ -132,6 +132,15 @@ def test_a_kill_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert training.State.read(folder / "state.json").answered > 0
 
 
+def test_the_state_of_an_older_version(tmp_path: Path) -> None:
+    """It had the row's tokens, which are ignored and not written again."""
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps({"answered": 3.0, "agreed": True, "row": 512}), encoding="utf-8")
+    state = training.State.read(path)
+    state.write(path)
+    assert state.answered == 3.0 and state.agreed and "row" not in json.loads(path.read_text(encoding="utf-8"))
+
+
 def test_no_is_no(tmp_path: Path) -> None:
     """Who does not want to go on after the forecast is asked again next time, and what is there is kept."""
     asked: list[str] = []

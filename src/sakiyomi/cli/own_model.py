@@ -92,12 +92,13 @@ def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any] | None = 
 
 def _conditions(llm: Any, model: LLMConfig) -> dict[str, Any]:
     from sakiyomi.core.dtypes import dtype_name
+    from sakiyomi.engine.chat_template import has_template
     from sakiyomi.model_executor.weights import rounding_of
 
     return {
         "target": model.target,
         "weights": rounding_of(llm.target.weights) or dtype_name(llm.target.dtype),
-        "template": "chat" if getattr(llm.tokenizer, "chat_template", None) else "plain text",
+        "template": "chat" if has_template(llm.tokenizer) else "plain text",
     }
 
 

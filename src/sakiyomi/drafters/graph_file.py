@@ -14,9 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sakiyomi.core.errors import LoadError
-from sakiyomi.core.files import alone
-from sakiyomi.core.sealed import SealedKind
+from sakiyomi.core.sealed import SealedFile, SealedKind
 
 KIND = SealedKind(b"SAKIREC\n", 1, "file of a draft that recycles")
 _KEYS, _TOKENS, _LOGS = "<i8", "<i4", "<f2"
@@ -57,7 +55,7 @@ def read_graph(path: Path) -> Graph:
     return Graph(header["tokenizer"], tuple(found))
 
 
-class GraphFile:
+class GraphFile(SealedFile):
     """A file that a drafter reads, and adds to.
 
     Args:
@@ -72,12 +70,7 @@ class GraphFile:
     """
 
     def __init__(self, path: str | Path, tokenizer: str, vocab_size: int, most: int, kept: int) -> None:
-        self.path = Path(path).expanduser()
-        if not self.path.parent.is_dir():
-            raise LoadError(
-                f"the file {self.path} of a draft that recycles cannot be kept: there is no folder "
-                f"{self.path.parent}; check the path, or make the folder"
-            )
+        super().__init__(path, whose=" of a draft that recycles")
         self._tokenizer, self._vocab_size, self._most, self._kept = tokenizer, vocab_size, most, kept
 
     def read(self) -> tuple[Entries, ...]:
@@ -89,16 +82,8 @@ class GraphFile:
         if not self.path.exists():
             return tuple({} for _ in range(LENGTHS))
         found = read_graph(self.path)
-        if found.tokenizer != self._tokenizer:
-            raise LoadError(
-                f"the file {self.path} is of another tokenizer ({found.tokenizer[:12]}, the target's is "
-                f"{self._tokenizer[:12]}): its tokens would mean other words; give each tokenizer a file of its own"
-            )
-        if any(max(tokens) >= self._vocab_size for after in found.after for tokens, _ in after.values()):
-            raise LoadError(
-                f"the file {self.path} holds tokens that the target does not know, which has {self._vocab_size}; "
-                "give it a file of its own"
-            )
+        most = max((max(tokens) for after in found.after for tokens, _ in after.values()), default=0)
+        self._check_tokens(found.tokenizer, self._tokenizer, most, self._vocab_size)
         return found.after
 
     def save(self, fresh: Sequence[Entries]) -> None:
@@ -107,20 +92,17 @@ class GraphFile:
         Raises:
             LoadError: the file was damaged meanwhile, or cannot be written.
         """
-        try:
-            with alone(self.path.parent):
-                parts, counts = list[bytes](), list[int]()
-                for after, mine in zip(self.read(), fresh, strict=True):
-                    for key, ranked in mine.items():
-                        if len(ranked[0]) == self._kept:  # a row may rank fewer
-                            after.pop(key, None)
-                            after[key] = ranked
-                    rows = list(after.items())[-self._most :]
-                    counts.append(len(rows))
-                    parts.append(np.array([key for key, _ in rows], _KEYS).tobytes())
-                    parts.append(np.array([ranked[0] for _, ranked in rows], _TOKENS).tobytes())
-                    parts.append(np.array([ranked[1] for _, ranked in rows], _LOGS).tobytes())
-                header = {"tokenizer": self._tokenizer, "contexts": counts, "kept": self._kept}
-                KIND.write(self.path, header, b"".join(parts))
-        except OSError as error:
-            raise LoadError(f"the file {self.path} cannot be written: {error.strerror or error}") from error
+        with self._writing():
+            parts, counts = list[bytes](), list[int]()
+            for after, mine in zip(self.read(), fresh, strict=True):
+                for key, ranked in mine.items():
+                    if len(ranked[0]) == self._kept:  # a row may rank fewer
+                        after.pop(key, None)
+                        after[key] = ranked
+                rows = list(after.items())[-self._most :]
+                counts.append(len(rows))
+                parts.append(np.array([key for key, _ in rows], _KEYS).tobytes())
+                parts.append(np.array([ranked[0] for _, ranked in rows], _TOKENS).tobytes())
+                parts.append(np.array([ranked[1] for _, ranked in rows], _LOGS).tobytes())
+            header = {"tokenizer": self._tokenizer, "contexts": counts, "kept": self._kept}
+            KIND.write(self.path, header, b"".join(parts))

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.files import alone
-from sakiyomi.core.sealed import SealedKind
+from sakiyomi.core.sealed import SealedFile, SealedKind
 
 KIND = SealedKind(b"SAKILRN\n", 1, "file of a draft that learns")
 _INTEGERS, _CHANGES, _MOMENTS = "<u4", "<f2", "<f4"
@@ -72,7 +71,7 @@ def read_learned(path: Path) -> Learned:
     return Learned(header["draft"], tokens, changes, moments, int(header["texts"]), int(header["seen"]))
 
 
-class LearnedFile:
+class LearnedFile(SealedFile):
     """A file that a draft reads, and adds to.
 
     Args:
@@ -89,12 +88,7 @@ class LearnedFile:
     """
 
     def __init__(self, path: str | Path, draft: str, width: int, vocab_size: int) -> None:
-        self.path = Path(path).expanduser()
-        if not self.path.parent.is_dir():
-            raise LoadError(
-                f"the file {self.path} of a draft that learns cannot be kept: there is no folder {self.path.parent}; "
-                "check the path, or make the folder"
-            )
+        super().__init__(path, whose=" of a draft that learns")
         self._draft, self._width, self._vocab_size = draft, width, vocab_size
         self.known = self._read()
 
@@ -104,19 +98,16 @@ class LearnedFile:
         Raises:
             LoadError: the file was damaged meanwhile, or cannot be written.
         """
-        try:
-            with alone(self.path.parent):
-                there = self._read()
-                alike = (there.texts, there.seen) == (self.known.texts, self.known.seen)  # unchanged by others
-                both = mine if alike else there.plus(mine, self.known)
-                header = {
-                    "draft": both.draft, "width": self._width, "rows": len(both.tokens), "texts": both.texts,
-                    "seen": both.seen,
-                }  # fmt: skip
-                parts = both.tokens.astype(_INTEGERS), both.moments.astype(_MOMENTS), both.changes.astype(_CHANGES)
-                KIND.write(self.path, header, b"".join(part.tobytes() for part in parts))
-        except OSError as error:
-            raise LoadError(f"the file {self.path} cannot be written: {error.strerror or error}") from error
+        with self._writing():
+            there = self._read()
+            alike = (there.texts, there.seen) == (self.known.texts, self.known.seen)  # unchanged by others
+            both = mine if alike else there.plus(mine, self.known)
+            header = {
+                "draft": both.draft, "width": self._width, "rows": len(both.tokens), "texts": both.texts,
+                "seen": both.seen,
+            }  # fmt: skip
+            parts = both.tokens.astype(_INTEGERS), both.moments.astype(_MOMENTS), both.changes.astype(_CHANGES)
+            KIND.write(self.path, header, b"".join(part.tobytes() for part in parts))
         self.known = both
         return both
 

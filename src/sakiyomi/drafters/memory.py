@@ -14,9 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sakiyomi.core.errors import LoadError
-from sakiyomi.core.files import alone
-from sakiyomi.core.sealed import SealedKind
+from sakiyomi.core.sealed import SealedFile, SealedKind
 
 KIND = SealedKind(b"SAKIMEM\n", 1, "memory file")
 _INTEGERS = "<u4"
@@ -63,7 +61,7 @@ def read_memory(path: Path) -> Contents:
     return Contents(header["tokenizer"], documents)
 
 
-class MemoryFile:
+class MemoryFile(SealedFile):
     """A memory file that a drafter reads and adds to.
 
     Args:
@@ -81,12 +79,7 @@ class MemoryFile:
     """
 
     def __init__(self, path: str | Path, tokenizer: str, vocab_size: int, limit: int = LIMIT) -> None:
-        self.path = Path(path).expanduser()
-        if not self.path.parent.is_dir():
-            raise LoadError(
-                f"the memory file {self.path} cannot be kept: there is no folder {self.path.parent}; check the "
-                "path, or make the folder"
-            )
+        super().__init__(path, "memory file")
         self._tokenizer, self._vocab_size, self.most = tokenizer, vocab_size, limit // 4
         self.documents: list[Document] = self._read()
         self._pending: list[Document] = []
@@ -107,33 +100,22 @@ class MemoryFile:
         if not self._pending:
             return
         pending, self._pending = self._pending, []
-        try:
-            with alone(self.path.parent):
-                merged = {document.tokens: document for document in self._read()}
-                for document in pending:
-                    merged.pop(document.tokens, None)  # one that comes again is the newest
-                    merged[document.tokens] = document
-                self.documents = list(merged.values())
-                while sum(len(document.tokens) for document in self.documents) > self.most:
-                    del self.documents[0]
-                self._write()
-        except OSError as error:
-            raise LoadError(f"the memory file {self.path} cannot be written: {error.strerror or error}") from error
+        with self._writing():
+            merged = {document.tokens: document for document in self._read()}
+            for document in pending:
+                merged.pop(document.tokens, None)  # one that comes again is the newest
+                merged[document.tokens] = document
+            self.documents = list(merged.values())
+            while sum(len(document.tokens) for document in self.documents) > self.most:
+                del self.documents[0]
+            self._write()
 
     def _read(self) -> list[Document]:
         if not self.path.exists():
             return []
         found = read_memory(self.path)
-        if found.tokenizer != self._tokenizer:
-            raise LoadError(
-                f"the memory file {self.path} is of another tokenizer ({found.tokenizer[:12]}, the target's is "
-                f"{self._tokenizer[:12]}): its tokens would mean other words; give each tokenizer a file of its own"
-            )
-        if any(max(document.tokens, default=0) >= self._vocab_size for document in found.documents):
-            raise LoadError(
-                f"the memory file {self.path} holds tokens that the target does not know, which has "
-                f"{self._vocab_size}; give it a file of its own"
-            )
+        most = max((max(document.tokens, default=0) for document in found.documents), default=0)
+        self._check_tokens(found.tokenizer, self._tokenizer, most, self._vocab_size)
         return found.documents
 
     def _write(self) -> None:

@@ -6,13 +6,13 @@ reads, for drafted tokens its own output behind its norm.
 
 from __future__ import annotations
 
-from sakiyomi.core.checkpoint import GGUF_NOTE
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import DrafterContext
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.runner import SharedHead
 from sakiyomi.drafters.mtp_layer import make_mtp, read_mtp
+from sakiyomi.model_executor.loading.folder import is_of_gguf
 from sakiyomi.model_executor.loading.model import Loaded
 
 
@@ -31,7 +31,7 @@ class MtpDrafter(EagleDrafter):
         """
         loaded, target = around.target, around.packed
         folder = folder_of(argument) if argument else loaded.folder
-        if folder is None or not folder.is_dir() or (folder / GGUF_NOTE).is_file():
+        if folder is None or not folder.is_dir() or is_of_gguf(folder):
             raise InputError(
                 f"draft mtp reads a layer in the target's own files, and {loaded.name} is no folder in Hugging Face "
                 "format; pass the folder as target, name that of the layer (mtp:<layer>), or choose another draft"

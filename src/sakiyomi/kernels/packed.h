@@ -44,18 +44,6 @@ struct Leveled {
 typedef uint8_t b16v __attribute__((vector_size(16)));
 typedef uint64_t d2v __attribute__((vector_size(16)));
 
-// float16 to float; exact for all finite numbers.
-inline float from_half(uint16_t h) {
-  uint32_t bits = uint32_t(h & 0x7fff) << 13;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  y *= 0x1p112f;
-  std::memcpy(&bits, &y, 4);
-  bits |= uint32_t(h & 0x8000) << 16;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-
 inline void from_halves(const uint16_t* from, int64_t count, float* to) {
   int64_t i = 0;
 #if defined(__AVX512F__)

@@ -42,11 +42,6 @@ inline uint16_t half_of(float x) {  // rounded to nearest even; beyond the large
   return uint16_t(sign | std::min<uint32_t>((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13, 0x7c00));
 }
 
-inline float of_half(uint16_t x) {  // exact for all finite numbers
-  const float y = std::bit_cast<float>(uint32_t(x & 0x7fff) << 13) * 0x1p112f;
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(y) | uint32_t(x & 0x8000) << 16);
-}
-
 // 16 groups of n numbers: [n][group].
 template <int n>
 struct Groups {
@@ -143,7 +138,7 @@ inline void put_codes(const float* x, float below, float step, float least, floa
 // Q4_K, Q5_K: 8 groups of a block.
 inline void put_with_minimum(const float* x, const float* scales, const float* lows, int bits, uint8_t* to) {
   const uint16_t halves[2] = {half_of(*std::max_element(scales, scales + 8) / 63), half_of(*std::max_element(lows, lows + 8) / 63)};
-  const float whole = of_half(halves[0]), whole_low = of_half(halves[1]), most = float((1 << bits) - 1);
+  const float whole = from_half(halves[0]), whole_low = from_half(halves[1]), most = float((1 << bits) - 1);
   uint8_t parts[8], low_parts[8], codes[k_block];
   for (int g = 0; g < 8; ++g) {
     parts[g] = uint8_t(part_of(scales[g], whole, 0, 63)), low_parts[g] = uint8_t(part_of(lows[g], whole_low, 0, 63));
@@ -164,7 +159,7 @@ inline void put_signed(const float* x, const float* scales, uint8_t* to) {
   float largest = 0;
   for (int g = 0; g < 16; ++g) largest = std::max(largest, std::fabs(scales[g]));
   const uint16_t half = half_of(largest / 127);
-  const float whole = of_half(half);
+  const float whole = from_half(half);
   int8_t parts[16];
   uint8_t codes[k_block];
   for (int g = 0; g < 16; ++g) {

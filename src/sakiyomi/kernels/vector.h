@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -35,6 +36,11 @@ inline bf16 narrow(float x) {  // round to nearest even, as torch does
   std::memcpy(&bits, &x, 4);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
   return bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float from_half(uint16_t x) {  // float16 to float; exact for all finite numbers
+  const float y = std::bit_cast<float>(uint32_t(x & 0x7fff) << 13) * 0x1p112f;
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(y) | uint32_t(x & 0x8000) << 16);
 }
 
 // Rounded to nearest even, as torch does. The processor's own instruction takes numbers below 1.2e-38 for 0.

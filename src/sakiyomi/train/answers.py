@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.core.chats import is_chat
+from sakiyomi.core.chats import is_chat, question
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_prompts
@@ -51,7 +51,7 @@ def as_asked(tokenizer: Any, prompt: Any, most: int | None = None) -> list[int]:
         prompt: a text or a chat.
         most: tokens to which a text is cut where there is no template.
     """
-    chat = [{"role": "user", "content": prompt}] if not is_chat(prompt) and has_template(tokenizer) else prompt
+    chat = question(prompt) if not is_chat(prompt) and has_template(tokenizer) else prompt
     return prompt_ids(tokenizer, chat, most)
 
 
@@ -114,7 +114,7 @@ def own_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
             found[text] = [*prefix, *done.token_ids]
         elif done.finish_reason == "stop" and len(done.token_ids) >= SHORTEST_MESSAGE and text:
             with suppress(SakiyomiError):  # a message that the template refuses
-                found[text] = prompt_ids(tokenizer, [{"role": "user", "content": text}])
+                found[text] = prompt_ids(tokenizer, question(text))
     return [ids for ids in found.values() if len(ids) + llm.max_context // 4 <= llm.max_context][:count]
 
 

@@ -61,19 +61,18 @@ class State:
         agreed: the question after the first forecast was answered with yes.
         choice: what is trained.
         costs: by which it was chosen.
-        row: tokens of a row of text.
     """
 
     answered: float = 0.0
     agreed: bool = False
     choice: dict[str, Any] = field(default_factory=dict)
     costs: dict[str, Any] = field(default_factory=dict)
-    row: int = ROW
 
     @classmethod
     def read(cls, path: Path) -> State:
-        """That of a folder, or a new one."""
-        return cls(**read_json(path)) if path.is_file() else cls()
+        """That of a folder, or a new one; other versions may have written other keys."""
+        found = read_json(path) if path.is_file() else {}
+        return cls(**{name: value for name, value in found.items() if name in cls.__dataclass_fields__})
 
     def write(self, path: Path) -> None:
         """Keep it."""
@@ -101,14 +100,15 @@ def train_drafter(config: PairConfig, note: Note, ask: Ask, quiet: Callable[[], 
     note(f"loading {config.target}")
     llm = load(config, "none", max_batch=BATCH, strict=True)
     given, held = _split(config, llm, source, measured)
-    folder = _folder(config, llm)
+    own = fingerprint(llm.target.module, llm.tokenizer)
+    folder = _folder(config, own)
     folder.mkdir(parents=True, exist_ok=True)
     kept = _keep(folder / "measured.jsonl", held)
     state = State.read(folder / "state.json")
-    answers = _answer(config, llm, given, folder, state, note)
+    answers = _answer(config, llm, own.get("weights", config.target), given, folder, state, note)
     run = folder / f"{config.train:g}-minutes"
     choices, costs = _choose(config, llm, answers, state, note)
-    state.row = min(ROW, llm.max_context)
+    row = min(ROW, llm.max_context)
     del llm
     gc.collect()
     quiet()
@@ -116,7 +116,8 @@ def train_drafter(config: PairConfig, note: Note, ask: Ask, quiet: Callable[[], 
         state.choice = asdict(choice)
         state.write(folder / "state.json")
         try:
-            found = _train(config, choice, costs, answers, run / choice.kind, state, ask)
+            settings = _settings(config, choice, costs, answers, run / choice.kind, row)
+            found = _train(config, choice, costs, settings, state, ask)
         except (UnsupportedError, InputError) as error:  # of a kind that this target cannot have
             if choice is choices[-1]:
                 raise
@@ -163,10 +164,10 @@ def _new_tokens(llm: LLM) -> int:
     return min(NEW_TOKENS, llm.max_context // 2)
 
 
-def _folder(config: PairConfig, llm: LLM) -> Path:
+def _folder(config: PairConfig, own: dict[str, str]) -> Path:
     """Of a target, with these prompts and this temperature; dtypes share it, since a head is trained in bfloat16."""
     prompts = config.train_prompts or config.prompts or OWN
-    key = fingerprint(llm.target.module, llm.tokenizer) | {
+    key = own | {
         "prompts": prompts if prompts == OWN else str(Path(prompts).resolve()),
         "temperature": str(config.temperature),
     }
@@ -184,7 +185,9 @@ def _keep(path: Path, prompts: Sequence[str | Chat] | None) -> str | None:
     return str(path)
 
 
-def _answer(config: PairConfig, llm: LLM, given: list[list[int]], folder: Path, state: State, note: Note) -> Path:
+def _answer(
+    config: PairConfig, llm: LLM, name: str, given: list[list[int]], folder: Path, state: State, note: Note
+) -> Path:
     """The file of the target's answers, written for its share of the minutes."""
     seconds, path = config.train * 60 * ANSWERING, folder / "answers.jsonl"
     left = seconds - state.answered
@@ -195,7 +198,6 @@ def _answer(config: PairConfig, llm: LLM, given: list[list[int]], folder: Path, 
     )
     temperatures = (config.temperature,)
     plan = Plan(path, MOST, left / 60, _new_tokens(llm), BATCH, temperatures, 1)
-    name = fingerprint(llm.target.module, llm.tokenizer).get("weights", config.target)
     answers = Answers(plan, name, llm, given, origin)
     if left > 0 or not answers.count:
         note("the target answers")
@@ -230,16 +232,17 @@ def _choose(config: PairConfig, llm: LLM, answers: Path, state: State, note: Not
 
 
 def _train(
-    config: PairConfig, choice: Choice, costs: Costs, answers: Path, out: Path, state: State, ask: Ask
+    config: PairConfig, choice: Choice, costs: Costs, settings: dict[str, Any], state: State, ask: Ask
 ) -> dict[str, Any]:
     """Run the recipe, from its checkpoint where it has one; a finished one is taken as it is."""
+    out = Path(settings["out"])
     card, kind = out / "model" / "card.json", {"draft": "model"}.get(choice.kind, choice.kind)
     done = {"finished": True, "draft": f"{kind}:{out / 'model'}", "kind": choice.kind}
     if card.is_file():
         return done | {"held_out": read_json(card)["held_out"]}
     watch = _watch(config, choice, costs, out, state, ask)
     run = getattr(importlib.import_module(f"sakiyomi.train.{choice.kind}"), f"train_{choice.kind}")
-    found = run(COMMANDS[choice.kind].of(**_settings(config, choice, costs, answers, out, state.row)), "", watch)
+    found = run(COMMANDS[choice.kind].of(**settings), "", watch)
     if not found["finished"]:
         return {"finished": False, "kind": choice.kind, "step": found["step"], "tokens": found["tokens"]}
     return done | {"held_out": found["held_out"], "tokens": found["tokens"], "minutes": found["minutes"]}
