@@ -219,7 +219,7 @@ class Drafter(ABC):
         context.memory.pop(self.name, None)
 
 
-def tell(drafter: Drafter | None, what: Literal["observe", "rank", "inherit", "end", "forget"], *about: Any) -> None:
+def tell(drafter: Drafter | None, what: Literal["observe", "rank", "inherit", "end"], *about: Any) -> None:
     """Call this method of a drafter. Errors are logged and not raised: they can only make later drafts worse."""
     try:
         if drafter is not None:

@@ -18,7 +18,6 @@ from typing import Any
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.drafters.base import tell
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.audit.reference import EngineReference, HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
@@ -93,7 +92,8 @@ def declared(title: str) -> Callable[[Callable[[PairRow], Races]], Callable[[Pai
 def generated(way: Any, calls: Calls) -> tuple[TimedRun, list[Generation]]:
     """Run an ``LLM`` or an ``EngineView`` on these calls, one after the other; the generations come too."""
     done: list[Generation] = []
-    tell(way.engine.drafter, "forget")
+    if way.engine.drafter is not None:
+        way.engine.drafter.forget()
 
     def work() -> list[list[int]]:
         for prompts, params in calls:

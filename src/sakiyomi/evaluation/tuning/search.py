@@ -19,7 +19,6 @@ from sakiyomi.core.drops import Tau
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.drafters.base import tell
 from sakiyomi.engine import machine
 from sakiyomi.engine.chat_template import has_template
 from sakiyomi.engine.plain import EngineView
@@ -245,7 +244,9 @@ class Comparison:
         return sorted(rows, key=lambda row: float(row["predicted_speedup"]), reverse=True)
 
     def _write(self, run: _Runs, prompt: list[int]) -> list[int]:
-        tell(run.engine.engine.drafter, "forget")  # other configurations have written this text with it
+        drafter = run.engine.engine.drafter
+        if drafter is not None:
+            drafter.forget()  # other configurations have written this text with it
         (done,) = run.engine.generate([prompt], replace(self.params, gamma=run.gamma))
         stats = done.stats
         run.texts.append((stats.committed, stats.rounds, stats.seconds - stats.prefill_seconds))

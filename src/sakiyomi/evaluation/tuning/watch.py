@@ -10,7 +10,6 @@ from typing import Any
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
-from sakiyomi.drafters.base import tell
 from sakiyomi.engine.engine import Engine
 
 
@@ -93,7 +92,8 @@ def watched(
         prompts: token ids of each; of more than one the rounds' seconds are those of passes that they share.
         params: of all requests.
     """
-    tell(engine.drafter, "forget")
+    if engine.drafter is not None:
+        engine.drafter.forget()
     requests = [engine.submit(list(prompt), params, live=False) for prompt in prompts]
     found: list[list[Round]] = [[] for _ in requests]
     try:

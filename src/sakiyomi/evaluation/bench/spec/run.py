@@ -20,7 +20,6 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import parse_drafters
-from sakiyomi.drafters.base import tell
 from sakiyomi.engine import machine
 from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
 from sakiyomi.engine.llm import LLM
@@ -224,8 +223,8 @@ class Talk:
     def run(self, way: EngineView, params: SamplingParams) -> TimedRun:
         """Answer all turns, one after the other."""
         done = []
-        if self.repeated:
-            tell(way.engine.drafter, "forget")
+        if self.repeated and way.engine.drafter is not None:
+            way.engine.drafter.forget()
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
                 before = list(zip(self.question.turns, self.answers, strict=False))
