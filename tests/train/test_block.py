@@ -200,9 +200,12 @@ def test_a_cut_vocabulary(options: dict[str, Any], tmp_path: Path) -> None:
     prompts = [list(range(5, 25)), list(range(40, 60))]
     llm = LLM(str(target), str(folder), compile=False, strict=True, dtype="float32")
     plain = LLM(str(target), "none", compile=False, dtype="float32")
-    for tree in ("chain", "best-first"):
+    sizes: list[dict[str, Any]] = [{"tree": "chain"}, {"tree": "best-first", "nodes": 8}]
+    for size in sizes:
         for temperature in (0.0, 1.0):
-            params = SamplingParams(max_new_tokens=24, gamma=4, tree=tree, temperature=temperature, seed=3)
+            params = SamplingParams(
+                max_new_tokens=24, gamma=4, temperature=temperature, seed=3, ignore_eos=True, **size
+            )
             done = llm.generate(prompts, params, rounds_trace=True)
             drafted = {node for out in done for entry in out.rounds_trace or () for node in entry.tokens}
             assert drafted and drafted <= set(file.tokens.tolist())

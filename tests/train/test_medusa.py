@@ -131,12 +131,17 @@ def test_a_cut_vocabulary(own: bool, tmp_path: Path) -> None:
     llm = LLM(str(target), summary["model"], compile=False, strict=True, dtype="float32")
     plain = LLM(str(target), "none", compile=False, dtype="float32")
     prompts = [list(range(5, 25)), list(range(40, 60))]
-    for tree, temperature in (("chain", 0.0), ("best-first", 0.0), ("static", 1.0)):
-        params = SamplingParams(max_new_tokens=24, gamma=2, tree=tree, temperature=temperature, seed=3)
+    sizes: list[dict[str, Any]] = [
+        {"tree": "chain"},
+        {"tree": "best-first", "nodes": 8},
+        {"tree": "static", "nodes": 8, "temperature": 1.0, "seed": 3},
+    ]
+    for size in sizes:
+        params = SamplingParams(max_new_tokens=24, gamma=2, ignore_eos=True, **size)
         done = llm.generate(prompts, params, rounds_trace=True)
         drafted = {token for out in done for entry in out.rounds_trace or () for token in entry.tokens}
         assert drafted and drafted <= set(kept.tolist())
-        if not temperature:
+        if "temperature" not in size:
             assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(prompts, params)]
     with pytest.raises(InputError, match="can only be written as 'vllm'"):
         write_heads(found.heads, tmp_path / "other", "medusa")
