@@ -147,6 +147,16 @@ def test_a_block_drafter_has_what_the_loader_asks_for(tmp_path: Path) -> None:
         assert torch.equal(values(file, name), wanted), name
 
 
+def test_a_cut_vocabulary(tmp_path: Path) -> None:
+    head = block_toys.new_block(target(), tokens=SOME)
+    called, file = written(head, tmp_path / "block.gguf")
+    assert called == "draft-dflash"
+    assert {name: tensor.shape for name, tensor in file.tensors.items()} == block_shapes(head) | {
+        "output.weight": (len(SOME), WIDTH), "d2t": (len(SOME),),
+    }  # fmt: skip
+    assert values(file, "d2t").tolist() == list(SOME)
+
+
 @pytest.mark.parametrize("anchored", [False, True])
 def test_a_markov_head(anchored: bool, tmp_path: Path) -> None:
     head = block_toys.new_block(target(), anchored=anchored, markov="vanilla", confident=True, tokens=SOME)

@@ -18,15 +18,28 @@ from eagle_toys import first_folder, new_head, original_folder
 from read_ahead import TOKENIZER, deep_target
 from sakiyomi.cli import app
 from sakiyomi.drafters import parse_drafters
-from sakiyomi.drafters.block_heads.formats import read_block
+from sakiyomi.drafters.block_heads.formats import BlockFile, read_block, write_block
 from sakiyomi.drafters.eagle_heads.formats import read_eagle
 from toys import save_model
+
+
+def as_trained(folder: Path, file: BlockFile) -> Path:
+    """A block drafter as `train block` writes it."""
+    write_block(folder, file, "the target", 8)
+    return folder
+
 
 CASES: dict[str, tuple[str, Callable[..., Path], Any]] = {
     "plain": ("eagle3", original_folder, lambda model: new_head(model)),
     "some tokens": ("eagle3", original_folder, lambda model: new_head(model, tokens=range(3, VOCAB, 2), kind="qwen3")),
     "parallel": ("peagle", original_folder, lambda model: new_head(model, mask=5, depth=2)),
     "block": ("dflash", dflash_folder, lambda model: new_block(model)),
+    "cut block": ("dflash", as_trained, lambda model: new_block(model, tokens=range(3, VOCAB, 2))),
+    "cut, corrected": (
+        "dspark",
+        as_trained,
+        lambda model: new_block(model, tokens=range(3, VOCAB, 2), anchored=True, markov="gated"),
+    ),
     "second": ("dflash2", block_folder, lambda model: new_block(model, kernel=2, group=8, selected=4)),
     "corrected": (
         "dspark",

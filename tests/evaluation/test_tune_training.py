@@ -23,6 +23,7 @@ from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.forecast import acceptance_of, forecast
 from sakiyomi.evaluation.tuning.kinds import LEARNT, Choice, Costs, choose, coverage, told
 from sakiyomi.train.answers import INSTRUCTIONS, as_asked, instructions, own_prompts, user_turn
+from sakiyomi.train.commands import COMMANDS
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.samples import sample_continuations
 from train_toys import stop_at, tiny_target
@@ -210,6 +211,17 @@ def test_a_small_model_is_told_its_share_of_a_target_pass(tmp_path: Path) -> Non
     assert float(found["cost"]) == 0.25
 
 
+@pytest.mark.parametrize("kind", LEARNT)
+def test_a_recipe_gets_the_vocabulary_that_was_chosen(kind: str, tmp_path: Path) -> None:
+    """Small models have all tokens, and no option for fewer."""
+    costs, size = Costs(0.01, {1: 1.0, 8: 1.5}, 1e-10), 0 if kind == "draft" else 4096
+    choice = Choice(kind, size, 1.0, 0.0025, 4, 1.5, False)
+    found = training._settings(
+        PairConfig(target="target", train=1.0), choice, costs, tmp_path / "answers", tmp_path, 128
+    )
+    assert COMMANDS[kind].of(**found).flat().get("draft_vocab", 0) == size
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -262,7 +274,9 @@ def test_a_large_vocabulary_is_cut() -> None:
         costs = Costs.of({1: 0.015, 4: 0.016, 8: 0.018}, weights)
         best = choose(costs, SMALL, vocab, answers(vocab))[0]
         assert best.kind == "eagle" and 0 < best.draft_vocab <= 16384 and best.covered > 0.9
-        whole = choose(costs, SMALL, vocab, answers(vocab), "block")[0]
+        for kind in ("block", "medusa"):
+            assert 0 < choose(costs, SMALL, vocab, answers(vocab), kind)[0].draft_vocab <= 16384
+        whole = choose(costs, SMALL, vocab, answers(vocab), "draft")[0]
         assert whole.draft_vocab == 0 and whole.speedup < best.speedup
         assert f"proposes {best.draft_vocab} tokens" in told([best, whole], costs)
 

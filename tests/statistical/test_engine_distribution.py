@@ -33,8 +33,10 @@ from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, merged
+from sakiyomi.drafters.block_heads.formats import write_block
 from sakiyomi.drafters.learning import HeadLearner
 from sakiyomi.drafters.medusa_heads.formats import write_heads
+from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import SequenceRows
@@ -363,6 +365,25 @@ def test_block_drafters_tell_what_they_draw_from(markov: str, values: SamplingPa
     options = {"layers": (0, 0), "size": 3, "anchored": True, "markov": markov, "confident": bool(markov)}
     deepspec_folder(tmp_path, new_block(model(0), sharp=0.3, seed=7, **options))
     check_heads(f"block:{tmp_path}", values)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("values", [params(acceptance="ratio"), params(acceptance="traversal", tree="static", nodes=6)])
+@pytest.mark.parametrize("kind", ["block", "medusa"])
+def test_cut_vocabularies(kind: str, values: SamplingParams, tmp_path: Path) -> None:
+    """The same of drafters that know all tokens but one, in the files that their recipes write."""
+    known = torch.tensor([0, 1, 2, 4])
+    if kind == "block":
+        options = {"layers": (0, 0), "size": 3, "anchored": True, "markov": "gated"}
+        write_block(tmp_path, new_block(model(0), tokens=known.tolist(), sharp=0.3, seed=7, **options), "", 1)
+    else:
+        whole = new_heads(model(0), heads=2, scale=0.3)
+        rows = model(0).get_output_embeddings().weight[known].detach()
+        heads = MedusaHeads(HeadsShape(2, 1, rows.shape[1], len(known), 1))
+        heads.load_state_dict({"own": rows[None]} | whole.state_dict())
+        heads.token_map = known
+        write_heads(heads, tmp_path, "vllm")
+    check_heads(f"{kind}:{tmp_path}", values)
 
 
 @pytest.mark.thorough

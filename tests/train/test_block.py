@@ -64,11 +64,14 @@ def some_block(model: Any, **options: Any) -> BlockHead:
 def filled(model: Any, file: BlockFile) -> BlockHead:
     """The drafter in a file, as it learns."""
     markov = file.tensors.get("markov_head.markov_w1.weight")
-    head = new_block(model, file.config, file.options, 0 if markov is None else markov.shape[1])
+    head = new_block(model, file.config, file.options, 0 if markov is None else markov.shape[1], file.tokens)
     named = {n: t for n, t in file.tensors.items() if not n.startswith(("fc.", "layers."))}
     named |= {f"layers.{int(n[7]) + 1}{n[8:]}": t for n, t in file.tensors.items() if n.startswith("layers.")}
+    named |= {"head.weight": named.pop("lm_head.weight")} if "lm_head.weight" in named else {}
     left = head.load_state_dict(named | {"layers.0.weight": file.tensors["fc.weight"]}, strict=False)
-    assert {name.partition(".")[0] for name in left.missing_keys} == {"head", "embed"}
+    assert {name.partition(".")[0] for name in left.missing_keys} == {"embed"} | (
+        {"head"} if file.tokens is None else set()
+    )
     return head
 
 
@@ -150,7 +153,9 @@ def test_layers_that_are_read_are_those_of_the_method() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "options", [{"markov": 5}, {"anchored": True, "causal": True, "layers": 1, "markov": 6}, {}], ids=str
+    "options",
+    [{"markov": 5, "draft_vocab": 150}, {"anchored": True, "causal": True, "layers": 1, "markov": 6}, {}],
+    ids=str,
 )
 def test_from_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
     """It gets better; what is written is what was measured; the engine counts the same tau, and drafts exactly."""
@@ -174,9 +179,38 @@ def test_from_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
     model = load_model(config.target, dtype="float32", device="cpu").model
     file = read_block(folder, 2)
     texts = Continuations(prompts, [out.token_ids for out in done], [], 40, frozenset())
-    ranks = rank_blocks(filled(model, file), TargetStates(model, file.options.layers), texts)
+    assert (file.tokens is None) == ("draft_vocab" not in options)
+    ranks = rank_blocks(filled(model, file), TargetStates(model, file.options.layers), file.tokens, texts)
     found = measured(ranks)
     assert found[f"tau_chain_{CHAIN}"] == pytest.approx(Stats.total(out.stats for out in done).tau)
+
+
+@pytest.mark.parametrize("options", [{}, {"anchored": True, "causal": True, "markov": 5}], ids=str)
+def test_a_cut_vocabulary(options: dict[str, Any], tmp_path: Path) -> None:
+    """Only the kept tokens are drafted, the text stays the target's, and other tools get the same drafter."""
+    target = tiny_target(tmp_path)
+    summary = train_block(block_config(tmp_path, target, draft_vocab=40, speed=False, **options))
+    folder = Path(summary["model"])
+    assert "40 of its tokens are proposed" in summary["about"]
+    file = read_block(folder, 2)
+    assert file.tokens is not None and len(file.tokens) == len(file.tensors["lm_head.weight"]) == 40
+    model = load_model(str(target), dtype="float32", device="cpu")
+    rows = model.model.get_output_embeddings().weight[file.tokens]
+    assert torch.equal(file.tensors["lm_head.weight"], rows.bfloat16())
+    prompts = [list(range(5, 25)), list(range(40, 60))]
+    llm = LLM(str(target), str(folder), compile=False, strict=True, dtype="float32")
+    plain = LLM(str(target), "none", compile=False, dtype="float32")
+    sizes: list[dict[str, Any]] = [{"tree": "chain"}, {"tree": "best-first", "nodes": 8}]
+    for size in sizes:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(
+                max_new_tokens=24, gamma=4, temperature=temperature, seed=3, ignore_eos=True, **size
+            )
+            done = llm.generate(prompts, params, rounds_trace=True)
+            drafted = {node for out in done for entry in out.rounds_trace or () for node in entry.tokens}
+            assert drafted and drafted <= set(file.tokens.tolist())
+            if not temperature:
+                assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(prompts, params)]
 
 
 @pytest.mark.parametrize(("multiplies", "dtype"), [(True, torch.bfloat16), (False, torch.float32)], ids=str)
@@ -223,6 +257,8 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
         ({"guesses": 32, "row_tokens": (32,)}, "more than guesses 32"),
         ({"mask": 300}, "mask is 300.*300 tokens"),
         ({"kv_heads": 3}, "kv_heads is 3"),
+        ({"draft_vocab": 5000}, "draft_vocab is 5000.*300 tokens.*0 for all"),
+        ({"draft_vocab": -2}, "draft_vocab is -2"),
     ],
     ids=str,
 )

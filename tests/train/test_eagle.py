@@ -22,7 +22,8 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.acceptance import CHAIN, DEPTH, Continuations, measured
 from sakiyomi.train.commands import TrainEagle
 from sakiyomi.train.data import TextSpec
-from sakiyomi.train.eagle import UnrolledHead, frequent, new_head, train_eagle
+from sakiyomi.train.draft_vocab import frequent
+from sakiyomi.train.eagle import UnrolledHead, new_head, train_eagle
 from sakiyomi.train.half import HalfCopy
 from sakiyomi.train.head_recipe import rank_continuations
 from sakiyomi.train.hidden import Lessons, TargetStates, layer_config

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
-from sakiyomi.drafters.medusa_heads.formats import read_heads
+from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import LISTED, Ranks, rank_texts
 from sakiyomi.model_executor.loading import load_model
@@ -111,6 +111,48 @@ def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
         for draft in ("none", f"medusa:{folder}")
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_cut_vocabulary(own: bool, tmp_path: Path) -> None:
+    """Only the kept tokens are drafted, by rows of the target's head or by the heads' own; the text is the target's."""
+    target = tiny_target(tmp_path)
+    config = medusa_config(tmp_path, target, draft_vocab=40, own_head=own, tokens=20 * 64)
+    summary = train_medusa(config)
+    assert "40 of its tokens are proposed" in summary["about"]
+    steps = losses(config.loop.out)
+    assert sum(steps[-6:]) < sum(steps[:6])
+    found = read_heads(summary["model"])
+    kept, rows = found.heads.token_map, found.heads.own
+    assert found.format == "vllm" and kept is not None and rows is not None
+    assert rows.shape[:2] == (2 if own else 1, 40)
+    whole = load_model(str(target), dtype="float32", device="cpu").model.get_output_embeddings().weight
+    assert torch.equal(rows[0], whole[kept].bfloat16()) != own
+    llm = LLM(str(target), summary["model"], compile=False, strict=True, dtype="float32")
+    plain = LLM(str(target), "none", compile=False, dtype="float32")
+    prompts = [list(range(5, 25)), list(range(40, 60))]
+    sizes: list[dict[str, Any]] = [
+        {"tree": "chain"},
+        {"tree": "best-first", "nodes": 8},
+        {"tree": "static", "nodes": 8, "temperature": 1.0, "seed": 3},
+    ]
+    for size in sizes:
+        params = SamplingParams(max_new_tokens=24, gamma=2, ignore_eos=True, **size)
+        done = llm.generate(prompts, params, rounds_trace=True)
+        drafted = {token for out in done for entry in out.rounds_trace or () for token in entry.tokens}
+        assert drafted and drafted <= set(kept.tolist())
+        if "temperature" not in size:
+            assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(prompts, params)]
+    with pytest.raises(InputError, match="can only be written as 'vllm'"):
+        write_heads(found.heads, tmp_path / "other", "medusa")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(5000, "draft_vocab is 5000.*300 tokens.*0 for all"), (-2, "draft_vocab is -2")]
+)
+def test_vocabularies_that_cannot_be(wrong: int, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        train_medusa(medusa_config(tmp_path, tiny_target(tmp_path), draft_vocab=wrong))
 
 
 @pytest.mark.thorough
@@ -217,21 +259,28 @@ def test_without_held_out_data_some_is_held_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is learnt
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_the_loss_is_the_slow_sum(own: bool) -> None:
-    """Head k learns the token k + 2 places on, tokens that do not count teach nothing, later heads weigh less."""
+@pytest.mark.parametrize(("own", "kept"), [(0, 11), (3, 11), (1, 7), (3, 7)])
+def test_the_loss_is_the_slow_sum(own: int, kept: int) -> None:
+    """Head k learns the token k + 2 places on, tokens that do not count teach nothing, later heads weigh less.
+
+    Of a cut vocabulary the tokens that are not proposed teach nothing either.
+    """
     torch.manual_seed(0)
-    heads = MedusaHeads(HeadsShape(3, 1, 8, 11, 3 * own))
+    heads = MedusaHeads(HeadsShape(3, 1, 8, kept, own))
     with torch.no_grad():
         heads.weights.normal_()
         if heads.own is not None:
             heads.own.normal_()
+    known = torch.randperm(11)[:kept].sort().values
+    heads.token_map = known if kept < 11 else None
     weight, hidden = torch.randn(11, 8), torch.randn(2, 9, 8)
     rows = torch.randint(0, 11, (2, 10))
     rows[0, :6] = ~rows[0, :6]
     config = TrainMedusa.of(target="x", out="x", data=("x",), heads=3, head_decay=0.5)
     loss, means = guess_loss(config, heads, hidden, rows, weight, 0)
-    logits = heads(hidden.flatten(0, 1), weight).view(3, 2, 9, 11)
+    logits = heads(hidden.flatten(0, 1), weight).view(3, 2, 9, kept)
+    place = {token: at for at, token in enumerate(known.tolist())}
+    rows = torch.tensor([[place.get(token, -1) for token in row] for row in rows.tolist()])
     expected, each = torch.zeros(()), []
     for k in range(3):
         terms = [

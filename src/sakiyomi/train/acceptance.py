@@ -17,6 +17,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.medusa_heads.ranks import LISTED, Ranks
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.train.draft_vocab import places_among
 from sakiyomi.train.samples import sample_continuations
 
 CHUNK_ROWS = 8
@@ -210,13 +211,9 @@ def ranked(
 
 def _rank_of(logits: Tensor, coming: Tensor, tokens: Tensor | None) -> np.ndarray:
     """Rank of each coming token, ``LISTED`` for higher ones and for tokens that the head does not know."""
-    known = torch.ones_like(coming, dtype=torch.bool)
-    if tokens is not None:
-        places = torch.searchsorted(tokens, coming).clamp_max(len(tokens) - 1)
-        known, coming = tokens[places] == coming, places
-    logits = logits.float()
-    above = (logits > logits.gather(1, coming[:, None])).sum(1).clamp_max(LISTED)
-    found: np.ndarray = torch.where(known, above, LISTED).numpy()
+    places, logits = coming if tokens is None else places_among(tokens, coming), logits.float()
+    above = (logits > logits.gather(1, places.clamp_min(0)[:, None])).sum(1).clamp_max(LISTED)
+    found: np.ndarray = torch.where(places >= 0, above, LISTED).numpy()
     return found
 
 

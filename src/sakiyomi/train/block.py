@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 from sakiyomi.drafters.block_heads.formats import BlockFile, BlockOptions, usual_layers, write_block
-from sakiyomi.drafters.head_model import make_decoder
+from sakiyomi.drafters.head_model import HEAD_WEIGHT, make_decoder
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import Continuations, ranked
 from sakiyomi.train.commands import TrainBlock
+from sakiyomi.train.draft_vocab import proposing
 from sakiyomi.train.head_recipe import LayersRecipe
 from sakiyomi.train.hidden import Lesson, TargetStates, begin_as
 from sakiyomi.train.loop import Watch
@@ -61,7 +62,7 @@ class _Block(LayersRecipe[TrainBlock]):
 
     def new_head(self) -> BlockHead:
         """See `HeadRecipe`."""
-        return new_block(self.target, self.sizes, self.options, self.config.markov)
+        return new_block(self.target, self.sizes, self.options, self.config.markov, self.known)
 
     def losses(self, ids: Tensor, lesson: Lesson, step: int) -> Tensor:
         """See `HeadRecipe`."""
@@ -84,7 +85,7 @@ class _Block(LayersRecipe[TrainBlock]):
 
     def ranks(self, texts: Continuations) -> Ranks:
         """See `HeadRecipe`."""
-        return rank_blocks(self.head, self.states, texts)
+        return rank_blocks(self.head, self.states, self.known, texts)
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
         """See `HeadRecipe`."""
@@ -94,13 +95,15 @@ class _Block(LayersRecipe[TrainBlock]):
             if part == "layers":
                 number, _, rest = rest.partition(".")
                 name = f"layers.{int(number) - 1}.{rest}" if int(number) else "fc.weight"
-            if part not in ("head", "embed"):  # the target's
+            if part == "head" and self.known is not None:  # rows of the target's
+                kept[HEAD_WEIGHT] = tensor
+            elif part not in ("head", "embed"):  # the target's
                 kept[name] = tensor
-        file = BlockFile(self.sizes | {"dtype": "bfloat16"}, self.options, kept, None, "")
+        file = BlockFile(self.sizes | {"dtype": "bfloat16"}, self.options, kept, self.known, "")
         write_block(folder, file, self.config.target, int(self.target.config.get_text_config().num_hidden_layers))
         about = (
             f"A block drafter of {self.config.layers} layers for {self.config.target}, which reads its layers "
-            f"{', '.join(map(str, self.reads))} and guesses {self.options.guesses} tokens a pass"
+            f"{', '.join(map(str, self.reads))}, guesses {self.options.guesses} tokens a pass{proposing(self.known)}"
         )
         return about, kept
 
@@ -112,15 +115,16 @@ class MarkovHead(nn.Module):
     """What the token before a guess adds to its logits, gated by the guess's hidden state (DSpark, arXiv 2607.05147).
 
     Args:
-        vocab: tokens.
+        vocab: tokens that it reads.
+        known: tokens that are guessed.
         width: of the hidden states.
         rank: of the table.
     """
 
-    def __init__(self, vocab: int, width: int, rank: int) -> None:
+    def __init__(self, vocab: int, known: int, width: int, rank: int) -> None:
         super().__init__()
         self.markov_w1 = nn.Embedding(vocab, rank)
-        self.markov_w2 = nn.Linear(rank, vocab, bias=False)
+        self.markov_w2 = nn.Linear(rank, known, bias=False)
         self.gate_proj = nn.Linear(width + rank, rank)
         nn.init.zeros_(self.markov_w2.weight)  # it begins by adding nothing
 
@@ -141,7 +145,7 @@ class BlockHead(nn.Module):
 
     Attributes:
         layers: what joins the target's states, and the decoder layers.
-        head: over the vocabulary, the target's.
+        head: over the vocabulary, the target's or some rows of it.
         markov_head: what the token before a guess adds; None: nothing.
     """
 
@@ -154,7 +158,8 @@ class BlockHead(nn.Module):
         self.hidden_norm = type(module.model.norm)(width, config.rms_norm_eps)
         self.norm, self.head, self.embed = module.model.norm, module.lm_head, module.model.embed_tokens
         self.head.requires_grad_(False)
-        self.markov_head = MarkovHead(len(self.head.weight), width, rank) if rank else None
+        sizes = len(self.embed.weight), len(self.head.weight)
+        self.markov_head = MarkovHead(*sizes, width, rank) if rank else None
         self._rotary = module.model.rotary_emb
         self._times = config.num_attention_heads // config.num_key_value_heads
 
@@ -199,7 +204,7 @@ class BlockHead(nn.Module):
         return None if markov is None else (markov(hidden, before), markov.markov_w2.weight)
 
     def logits(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """(n, V) of guesses, see `added`."""
+        """(n, tokens) of guesses, see `added`."""
         found: Tensor = self.head(hidden)
         added = self.added(hidden, before)
         return found if added is None else found + added[0] @ added[1].T
@@ -234,7 +239,9 @@ class BlockHead(nn.Module):
         return found
 
 
-def new_block(target: Any, config: dict[str, Any], options: BlockOptions, rank: int = 0) -> BlockHead:
+def new_block(
+    target: Any, config: dict[str, Any], options: BlockOptions, rank: int = 0, tokens: Tensor | None = None
+) -> BlockHead:
     """A block drafter with random weights, the target's embedding and head over the vocabulary, and its last norm.
 
     Args:
@@ -242,15 +249,16 @@ def new_block(target: Any, config: dict[str, Any], options: BlockOptions, rank: 
         config: of the layers.
         options: of the drafter.
         rank: of its Markov head; 0: it has none.
+        tokens: that it proposes; None: all.
     """
     embedding = target.get_input_embeddings().weight.detach()
-    over = nn.Linear(embedding.shape[1], len(embedding), bias=False)
-    made = begin_as(make_decoder(config, embedding, over), target)
+    over = nn.Linear(embedding.shape[1], len(embedding if tokens is None else tokens), bias=False)
+    made = begin_as(make_decoder(config, embedding, over), target, tokens)
     return BlockHead(made, options, rank)
 
 
-def rank_blocks(head: BlockHead, states: TargetStates, texts: Continuations) -> Ranks:
-    """Where the target's own greedy tokens stand among the drafter's guesses."""
+def rank_blocks(head: BlockHead, states: TargetStates, tokens: Tensor | None, texts: Continuations) -> Ranks:
+    """Where the target's own greedy tokens stand among the drafter's guesses, which are about `tokens` or all."""
 
     def guess(ids: Tensor, first: int) -> Iterator[Tensor]:
         joined, _ = states(ids)
@@ -259,4 +267,4 @@ def rank_blocks(head: BlockHead, states: TargetStates, texts: Continuations) -> 
             before = ids[0, first + ahead : -1]
             yield head.logits(hidden[: len(before), ahead], before)
 
-    return ranked(head, texts, head.options.guesses, guess)
+    return ranked(head, texts, head.options.guesses, guess, tokens)

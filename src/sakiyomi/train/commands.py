@@ -135,8 +135,6 @@ class TrainEagle(HeadConfig):
         adam_lr: Peak learning rate of AdamW (norms, and the head over the vocabulary).
         reads: Layers of the target whose outputs are read, counted from 0; none given: the method's own choice, 1, one
             before the middle, and three before the last. Repeatable.
-        draft_vocab: Tokens that the head proposes, the most frequent ones of what it learns, by the shares of its
-            files; 0: all of the target's; -1: 8192 where the target has four times as many, else all.
         own_head: Also train the head over the vocabulary, which starts as the target's; otherwise it is not changed.
 
     Example: sakiyomi train eagle --target FOLDER --text stories.jsonl --out my-head --minutes 40
@@ -144,7 +142,6 @@ class TrainEagle(HeadConfig):
 
     sizes: HeadLayers = field(default=HeadLayers())
     steps: StepOptions = field(default=StepOptions())
-    draft_vocab: int = setting(-1, least=-1)
     own_head: bool = setting(False)
 
     def __post_init__(self) -> None:
@@ -261,6 +258,9 @@ class TrainMedusa(RunConfig):
         heads: Number of heads: tokens proposed after the target's own.
         layers: Residual blocks of each head.
         own_head: Give each head its own projection to the vocabulary (version 1) instead of the target's (version 2).
+        draft_vocab: Tokens that the heads propose, the most frequent ones of what they learn, by the shares of its
+            files; 0: all of the target's; -1: 8192 where the target has four times as many, else all. Heads with
+            fewer than all are written in vLLM's format.
         head_decay: Factor of the loss weight from one head to the next: the paper has 0.8, the first release 1.0.
         positions: Share of each batch's positions on which the heads are trained, drawn at random.
         lr: Peak learning rate of the heads; with --joint, of the target while both are trained.
@@ -277,6 +277,7 @@ class TrainMedusa(RunConfig):
     heads: int = setting(4, least=1, most=16)
     layers: int = setting(1, least=1, most=8)
     own_head: bool = setting(False)
+    draft_vocab: int = setting(-1, least=-1)
     head_decay: float = setting(0.8, above=0, most=1)
     positions: float = setting(1.0, above=0, most=1)
     lr: float = setting(0.001, least=0)

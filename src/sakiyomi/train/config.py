@@ -225,11 +225,14 @@ class HeadLayers(Group):
             Repeatable.
         kv_heads: Key/value heads of a layer; 0: as many as the target has.
         intermediate: Width of a layer's MLP; 0: the target's width.
+        draft_vocab: Tokens that are proposed, the most frequent ones of what is learnt, by the shares of its files; 0:
+            all of the target's; -1: 8192 where the target has four times as many, else all.
     """
 
     reads: tuple[int, ...] = setting((), least=0)
     kv_heads: int = setting(0, least=0)
     intermediate: int = setting(0, least=0)
+    draft_vocab: int = setting(-1, least=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,26 +6,21 @@ features, and then step by step with its own in their place, as it will draft (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
 from sakiyomi.drafters.eagle_heads.module import EagleOptions, make_module
 from sakiyomi.train.commands import TrainEagle
-from sakiyomi.train.data import Ids, TextSpec
+from sakiyomi.train.draft_vocab import proposing
 from sakiyomi.train.head_recipe import STEPS, LayersRecipe, Unrolled, UnrolledRecipe, attend_in_steps, behind
 from sakiyomi.train.hidden import begin_as, vocabulary
 from sakiyomi.train.loop import Watch
 from sakiyomi.train.recipe import train
-
-DRAFT_VOCAB = 8192
-"""Tokens that a head proposes for a target with many. The rest of a chat's tokens are a few in a hundred."""
 
 
 def train_eagle(config: TrainEagle, command: str = "", watch: Watch | None = None) -> dict[str, Any]:
@@ -46,17 +41,10 @@ class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
     def check_target(self) -> None:
         """See `Taught`."""
         super().check_target()
-        config = self.config
-        if config.draft_vocab > self.vocab:
-            raise InputError(
-                f"draft_vocab is {config.draft_vocab}, and {config.target} has {self.vocab} tokens; set --draft-vocab "
-                "lower, or 0 for all"
-            )
         self.options = EagleOptions(layers=self.reads, target_size=self.sizes["hidden_size"])
 
     def new_head(self) -> UnrolledHead:
         """See `HeadRecipe`."""
-        self.known = frequent(self.config.draft_vocab, self.sources, self.texts, self.vocab)
         head = new_head(self.target, self.sizes, self.options, self.known)
         head.head.requires_grad_(self.config.own_head)
         return head
@@ -70,30 +58,7 @@ class _Eagle(LayersRecipe[TrainEagle], UnrolledRecipe[TrainEagle]):
         file = EagleFile(self.sizes | {"dtype": "bfloat16"}, self.options, outer | layer, self.known, "")
         write_eagle(folder, file, self.config.target)
         about = f"An EAGLE-3 head for {self.config.target}, which reads its layers {', '.join(map(str, self.reads))}"
-        if self.known is not None:
-            about += f" and proposes {len(self.known)} of its tokens"
-        return about, file.tensors
-
-
-def frequent(wanted: int, sources: Sequence[TextSpec], texts: Sequence[Sequence[Ids]], vocab: int) -> Tensor | None:
-    """The most frequent tokens of what is learnt, ascending; None: all are proposed.
-
-    Args:
-        wanted: see `TrainEagle.draft_vocab`.
-        sources: files, with the shares of their rows.
-        texts: documents of each, with marks.
-        vocab: of the target.
-    """
-    count = wanted if wanted >= 0 else DRAFT_VOCAB if vocab >= 4 * DRAFT_VOCAB else 0
-    if not count or count == vocab:
-        return None
-    seen = np.zeros(vocab)
-    for source, documents in zip(sources, texts, strict=True):
-        ids = np.concatenate([*documents])
-        learnt = ids[ids >= 0]
-        seen += source.decay / max(len(learnt), 1) * np.bincount(learnt, minlength=vocab)
-    # Tokens that never came stand in the tokenizer's order, which is that of frequency in its own texts.
-    return torch.from_numpy(np.sort(np.argsort(-seen, kind="stable")[:count]))
+        return about + proposing(self.known), file.tensors
 
 
 # ---------------------------------------------------------------- the head while it learns

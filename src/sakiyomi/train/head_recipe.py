@@ -24,6 +24,7 @@ from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.train.acceptance import DEPTH, MEASURING, Continuations, measured, measured_on, ranked, worth
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.config import HeadConfig, HeadLayers, StepOptions
+from sakiyomi.train.draft_vocab import check_draft_vocab, frequent
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.half import HalfCopy
 from sakiyomi.train.hidden import Lesson, Lessons, TargetStates, layer_config
@@ -200,12 +201,19 @@ class LayersRecipe(HeadRecipe[Settings]):
             raise InputError(
                 f"reads is {self.reads}, and {self.config.target} has {count} layers; set --reads to 0 .. {count - 1}"
             )
+        check_draft_vocab(asked.draft_vocab, self.config.target, self.vocab)
         self.sizes = layer_config(self.target, kv_heads=asked.kv_heads, intermediate=asked.intermediate)
         heads, kv_heads = self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"]
         if heads % kv_heads:
             raise InputError(
                 f"kv_heads is {kv_heads}, expected a divisor of the target's {heads} heads; set --kv-heads"
             )
+
+    def make(self) -> nn.Module:
+        """See `Recipe`."""
+        wanted = self.config.group(HeadLayers).draft_vocab
+        self.known = frequent(wanted, self.sources, self.texts, self.vocab)
+        return super().make()
 
 
 # ---------------------------------------------------------------- heads that draft token by token

@@ -20,6 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import readable
+from sakiyomi.drafters.head_model import over_vocabulary
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
@@ -32,6 +33,7 @@ from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
 from sakiyomi.train.counted import Library
 from sakiyomi.train.data import TextSpec, parse_texts
+from sakiyomi.train.draft_vocab import check_draft_vocab, frequent, proposing
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.hidden import HiddenStates, vocabulary
 from sakiyomi.train.loop import Watch, compile_layers, place
@@ -71,7 +73,9 @@ class _Medusa(Recipe[TrainMedusa]):
         """See `Recipe`; the target answers the held-out prompts."""
         config = self.config
         self.target, self.tokenizer = load_target(config.target, self.passes, self.device)
-        library = Library(self.tokenizer, vocabulary(self.target), marked=True)
+        vocab = vocabulary(self.target)
+        check_draft_vocab(config.draft_vocab, config.target, vocab)
+        library = Library(self.tokenizer, vocab, marked=True)
         paths = [spec.path for spec in self.specs]
         longer_than = SHORTEST_VALID - 1 if self.valid else PROMPT_TOKENS
         held = library.held_out(self.valid, paths, config.eval_prompts, longer_than, config.loop.seed)
@@ -87,6 +91,7 @@ class _Medusa(Recipe[TrainMedusa]):
         self.reporter.note(f"{config.target} answers {sum(map(len, held.values()))} held-out prompts")
         self.held = held
         self.texts = self._answers() if self.workers.leads else {}
+        self.known = frequent(config.draft_vocab, self.specs, texts, vocab)
         self.mixture = mixture_of(self.specs, texts, partial(FixedRows, length=config.loop.row), config.loop.seed)
 
     def _answers(self) -> dict[str, Continuations]:
@@ -99,10 +104,15 @@ class _Medusa(Recipe[TrainMedusa]):
         """See `Recipe`."""
         config, target, out = self.config, self.target, Path(self.config.loop.out)
         self.backbone = backbone = Backbone(target)
-        own_heads = config.heads * config.own_head
-        shape = HeadsShape(config.heads, config.layers, backbone.weight.shape[1], vocabulary(target), own_heads)
+        rows = backbone.weight if self.known is None else backbone.weight[self.known.to(self.device)]
+        # Of a cut vocabulary the heads share the target's rows, unless each has its own.
+        own_heads = config.heads if config.own_head else int(self.known is not None)
+        shape = HeadsShape(config.heads, config.layers, rows.shape[1], len(rows), own_heads)
         self.heads = MedusaHeads(shape).to(self.device)
-        self.heads.begin_from(backbone.weight)
+        self.heads.begin_from(rows)
+        self.heads.token_map = None if self.known is None else self.known.to(self.device)
+        if self.heads.own is not None:
+            self.heads.own.requires_grad_(config.own_head)
         if not config.joint.joint:
             compile_layers(target, config.loop.compile)
         self.joint = Joint(config, target, self.heads) if config.joint.joint else None
@@ -123,7 +133,7 @@ class _Medusa(Recipe[TrainMedusa]):
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
         """See `Recipe`; heads may learn faster than the target."""
-        config, own = self.config, list(self.heads.parameters())
+        config, own = self.config, [weight for weight in self.heads.parameters() if weight.requires_grad]
         others = [weight for weight in model.parameters() if weight.requires_grad and all(weight is not w for w in own)]
         times = config.joint.head_lr_times if config.joint.joint else 1.0
         groups: list[dict[str, Any]] = [{"params": own, "lr": config.lr * times}]
@@ -168,16 +178,17 @@ class _Medusa(Recipe[TrainMedusa]):
             self.texts = self._answers()
         folder = model_folder(config)
         with writing(folder):
-            write_heads(heads.bfloat16(), folder, base=base)
+            write_heads(heads.bfloat16(), folder, "medusa" if self.known is None else "vllm", base=base)
             (folder / TUNED).unlink(missing_ok=True)  # of heads that are no longer there
             ranks = self._ranks()
             drawn = self._draw(ranks, folder / "accuracy.png")
         held = memory(config, self.target, heads, adapters, self.device)
         self.reporter.note(held["explained"])
+        whose = base + proposing(self.known)
         kind = "with heads over the vocabulary of their own" if config.own_head else "on the target's own head"
         blocks = "residual block" + "s" * (config.layers > 1)
         more = {
-            "about": f"{config.heads} Medusa heads of {config.layers} {blocks} {kind}, for {base}",
+            "about": f"{config.heads} Medusa heads of {config.layers} {blocks} {kind}, for {whose}",
             "measured_on": f"On what {base} answers to held-out prompts, greedily: head k is right where its guess is "
             "what the target writes k tokens after its own.",
             "held_back": self.held_back,
@@ -202,7 +213,10 @@ def rank_answers(heads: MedusaHeads, backbone: Backbone, texts: Continuations) -
     def hidden_of(ids: Sequence[int]) -> Tensor:
         return backbone(torch.tensor([list(ids)], device=weight.device))[0].to(weight.dtype)
 
-    return rank_texts(hidden_of, lambda hidden: heads(hidden, weight), texts.prompts, texts.greedy)
+    def guess(hidden: Tensor) -> Tensor:
+        return over_vocabulary(heads(hidden, weight), heads.token_map, len(weight))
+
+    return rank_texts(hidden_of, guess, texts.prompts, texts.greedy)
 
 
 def measured(ranks: Ranks) -> dict[str, float]:
@@ -235,7 +249,8 @@ def memory(
 ) -> dict[str, Any]:
     """Peak memory of the run, and the sizes of its parts, in bytes."""
     frozen = sum(weight.nbytes for weight in target.parameters())
-    trained = sum(weight.numel() * 4 for weight in heads.parameters())
+    own = sum(weight.numel() * 4 for weight in heads.parameters())
+    trained = sum(weight.numel() * 4 for weight in heads.parameters() if weight.requires_grad)
     row = next(target.parameters()).element_size() * int(heads.shape.hidden_size)
     states = config.loop.step_tokens * row
     kept = int(config.loop.step_tokens * config.positions) * row * heads.shape.heads
@@ -246,7 +261,7 @@ def memory(
     )
     parts = {
         "target": frozen,
-        "heads": trained,
+        "heads": own,
         "adapters": adapters,
         "gradients": trained + adapters,
         "optimizer": 2 * (trained + adapters),

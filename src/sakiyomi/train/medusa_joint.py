@@ -19,6 +19,7 @@ from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainMedusa
+from sakiyomi.train.draft_vocab import places_among
 from sakiyomi.train.losses import heads_loss
 from sakiyomi.train.workers import ALONE, Workers
 
@@ -40,7 +41,8 @@ def guess_loss(
         config: of the run.
         heads: being trained.
         hidden: (B, T, hidden) of the target.
-        rows: (B, T + 1) token ids, complements of those that do not count.
+        rows: (B, T + 1) token ids, complements of those that do not count. Tokens that the heads do not propose do not
+            count either.
         weight: of the target's head.
         step: chooses the positions.
         workers: whose batches are parts of one, whose loss is the mean of theirs.
@@ -48,6 +50,8 @@ def guess_loss(
     length = rows.shape[1] - 1 - heads.shape.heads  # a place for which every head has a label
     labels = torch.stack([rows[:, 2 + k : 2 + k + length] for k in range(heads.shape.heads)])
     labels = labels.flatten(1)
+    if heads.token_map is not None:
+        labels = places_among(heads.token_map, labels)
     places = _places(labels, config.positions, (config.loop.seed, step), workers)
     labels = labels[:, places]
     states = hidden[:, :length].flatten(0, 1)[places]
@@ -55,7 +59,7 @@ def guess_loss(
         states = states.to(heads.weights.dtype)
     decay = torch.tensor([config.head_decay**k for k in range(len(labels))], device=rows.device)
     weights = (labels >= 0) * decay[:, None]
-    head = weight if heads.own is None else heads.own
+    head = weight if heads.own is None else heads.own[0] if len(heads.own) == 1 else heads.own
     divisors = workers.divisor((weights > 0).sum(1))
     return heads_loss(heads.features(states), head, labels.clamp_min(0), weights, divisors)
 

@@ -24,6 +24,7 @@ from sakiyomi.drafters.head_files import (
     layer_config,
     named_options,
     pop_tokens,
+    token_tensors,
 )
 
 WHAT = "block drafter"
@@ -99,7 +100,8 @@ def usual_layers(count: int) -> tuple[int, ...]:
 
 
 def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
-    """Write a drafter in the format of the method's authors, or in DeepSpec's if its first row guesses.
+    """Write a drafter in the format of the method's authors, or in DeepSpec's if its first row guesses. A part of the
+    vocabulary is stored as EAGLE-3 and speculators store it.
 
     Args:
         folder: is made.
@@ -108,7 +110,7 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
         layers: of the target.
     """
     options = file.options
-    assert not (options.confident or options.kernel or file.tokens is not None), "no recipe trains these"
+    assert not (options.confident or options.kernel), "no recipe trains these"
     named: dict[str, Any] = {"mask_token_id": options.mask, "target_layer_ids": list(options.layers)}
     if options.causal:
         named["causal_head"] = True
@@ -122,7 +124,10 @@ def write_block(folder: Path, file: BlockFile, base: str, layers: int) -> None:
         "num_target_layers": layers,
         **(named if options.anchored else {"dflash_config": named}),
     }
-    write_trained(folder, "model.safetensors", file.tensors, trained_config(config, base=base), WHAT)
+    if file.tokens is not None:
+        config["draft_vocab_size"] = len(file.tokens)
+    tensors = file.tensors | token_tensors(file.tokens, int(file.config["vocab_size"]))
+    write_trained(folder, "model.safetensors", tensors, trained_config(config, base=base), WHAT)
 
 
 def read_block(folder: str | Path, layers: int, *, allow_pickle: bool = False) -> BlockFile:

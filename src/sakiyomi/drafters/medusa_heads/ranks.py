@@ -133,6 +133,8 @@ def _ranked(logits: Tensor, ids: Sequence[int], first: int) -> NDArray[np.int16]
         coming = torch.tensor(ids[first + head : first + head + len(rows)], device=rows.device)
         if len(coming):
             rows = rows[: len(coming)].float()
-            above = (rows > rows.gather(1, coming[:, None])).sum(1).clamp_max(LISTED)
+            chosen = rows.gather(1, coming[:, None])
+            # A token that the head does not propose has the logit -inf.
+            above = (rows > chosen).sum(1).clamp_max(LISTED).masked_fill(chosen[:, 0] == -torch.inf, LISTED)
             ranks[: len(coming), head] = above.cpu().numpy()
     return ranks

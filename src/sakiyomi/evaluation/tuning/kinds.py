@@ -7,8 +7,8 @@ The rule. Of every kind, vocabulary and chain length the speed-up is predicted (
 - the target's passes by rows, as measured here;
 - the time of a draft step: its weights at the speed at which the target's plain pass reads its own, and `LAUNCH`.
 
-The best prediction is chosen. With 49k to 262k tokens the head over the vocabulary is most of a draft step, so a head
-whose vocabulary can be cut (EAGLE) usually wins.
+The best prediction is chosen. With 49k to 262k tokens the head over the vocabulary is most of a draft step. That of
+an EAGLE head, a block drafter or Medusa heads can be cut; a draft model has all tokens.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ LEARNT = {
 }
 """Chance that the k-th draft token is right if those before it are, after some 300,000 tokens of training: smoothed
 figures of benchmarks/log/heads-eagle-block-mtp.md and training.md."""
+CUT = ("eagle", "block", "medusa")
+"""Kinds whose vocabulary can be cut."""
 VOCABULARIES = (2048, 4096, 8192, 16384, 32768, 65536)
 LAUNCH, REST = 0.0004, 0.0006
 """Seconds of a draft step, and of a round outside the passes, that depend on no weights: measured on two cores."""
@@ -140,7 +142,7 @@ def coverage(answers: Sequence[Ids], vocab: int, sizes: Sequence[int]) -> dict[i
     """Share of the last fifth of the answers' tokens that the most frequent tokens of the others cover, by size.
 
     Of tokens that occur equally often, or never, the lower ids come first: vocabularies made of pairs (BPE) number
-    tokens by the frequency in the text that they were made of. `train eagle --draft-vocab` chooses in the same order.
+    tokens by the frequency in the text that they were made of. `train.draft_vocab` chooses in the same order.
     """
     at = max(1, len(answers) - len(answers) // 5)
     known, asked = np.concatenate(answers[:at]), np.concatenate(answers[at:] or answers)
@@ -168,7 +170,7 @@ def choose(costs: Costs, config: Any, vocab: int, answers: Sequence[Ids], kind: 
         _predicted(one, size, share, costs, config, vocab)
         for one in (LEARNT if kind == "auto" else (kind,))
         for size, share in covered.items()
-        if one == "eagle" or not size
+        if one in CUT or not size
     ]
     found.sort(key=lambda one: one.speedup, reverse=True)
     best: dict[str, Choice] = {}

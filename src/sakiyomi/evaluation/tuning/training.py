@@ -30,7 +30,7 @@ from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.beginnings import beginnings
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.forecast import forecast
-from sakiyomi.evaluation.tuning.kinds import ROWS, Choice, Costs, choose, told, weights_of
+from sakiyomi.evaluation.tuning.kinds import CUT, ROWS, Choice, Costs, choose, told, weights_of
 from sakiyomi.train.answers import HELD_OUT, INSTRUCTIONS, Answers, as_asked, instructions
 from sakiyomi.train.checkpoint import checkpoints
 from sakiyomi.train.commands import COMMANDS
@@ -263,12 +263,14 @@ def _settings(config: PairConfig, choice: Choice, costs: Costs, answers: Path, o
         "compile": False,
         "resume": bool(checkpoints(out / "checkpoints")),
     }
+    if choice.kind in CUT:
+        common["draft_vocab"] = choice.draft_vocab
     if choice.kind == "medusa":
         return common | {"data": (str(answers),), "eval_prompts": MEASURED_TEXTS}
     common |= {"text": (str(answers),), "samples": 0, "eval_prompts": MEASURED_TEXTS}
     if choice.kind == "draft":
         return common | {"cost": f"{choice.step / costs.plain:g}"}
-    own = {"draft_vocab": choice.draft_vocab, "unroll": UNROLL} if choice.kind == "eagle" else {}
+    own = {"unroll": UNROLL} if choice.kind == "eagle" else {}
     return common | own | {"speed": False}
 
 
