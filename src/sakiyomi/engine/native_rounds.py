@@ -226,7 +226,7 @@ class NativeRounds:
             try:
                 if features is not None:
                     self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
-                if ranked is not None and drafted is not None and drafted.asked:  # a rest costs no more than plain rounds
+                if ranked is not None and drafted is not None and drafted.asked:
                     self._speculation.give_ranks(request, drafted.drafts[i], ranked, rows)
                 steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
             except Exception as error:

@@ -101,7 +101,13 @@ class KernelRounds:
     """
 
     def __init__(
-        self, draft: ModelRunner | None, target: ModelRunner | None, width: int, *, states: bool = False, logits: bool = False
+        self,
+        draft: ModelRunner | None,
+        target: ModelRunner | None,
+        width: int,
+        *,
+        states: bool = False,
+        logits: bool = False,
     ) -> None:
         self.models = [model for model in (draft, target) if model is not None]
         self.kernels: Any = None
