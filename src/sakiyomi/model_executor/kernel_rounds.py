@@ -253,7 +253,8 @@ class KernelRounds:
                 logits, states = replay(ids, positions)
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
-                self.logits = logits
+                if self._wants_logits and code % 2:
+                    self.logits = logits
                 if self._wants_states and code % 2:
                     self._states, here = states, True
                 if recorder.fresh:  # it was captured first
