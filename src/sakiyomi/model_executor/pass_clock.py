@@ -87,9 +87,9 @@ class PassClock:
     def seconds(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
         """The cost of a pass of this size, in seconds.
 
-        The smallest sizes are tried at once, of a slow model only the very smallest. Others are estimated until a trial
-        costs little compared with the passes so far: trying all sizes before the first text would take longer than the
-        text, and a draft that is scored measures its size as well.
+        The smallest sizes are tried at once, of a slow model only the first one asked for. Others are estimated until a
+        trial costs little compared with the passes so far: trying all sizes before the first text would take longer
+        than the text, and a draft that is scored measures its size as well.
 
         Args:
             size: one of `sizes`, or more than the largest.
@@ -108,8 +108,8 @@ class PassClock:
             return self.seconds(sizes[bisect_left(sizes, min(size, sizes[-1] + 1)) - 1], sizes, trial)
         if own is None:
             few = [sizes[min(bisect_left(sizes, rows), len(sizes) - 1)] for rows in FEW]
-            slow = size > few[0] and self.seconds(few[0], sizes, trial) > SLOW
-            own = self._guess(size, sizes, few, slow, trial) if slow or size not in few else 0.0
+            slow = any((self.known(less) or 0.0) > SLOW for less in sizes if less < size)
+            own = self._guess(size, sizes, () if slow else few, trial) if slow or size not in few else 0.0
             if not own:
                 own = self._tried(size, sizes[0], trial)
             elif self._trying + 2 * own <= TRIAL_SHARE * self._total:
@@ -134,21 +134,19 @@ class PassClock:
         assert found is not None
         return found
 
-    def _guess(
-        self, size: int, sizes: Sequence[int], few: Sequence[int], slow: bool, trial: Callable[[int], None]
-    ) -> float:
+    def _guess(self, size: int, sizes: Sequence[int], few: Sequence[int], trial: Callable[[int], None]) -> float:
         """Estimate a size without a reading from those of other sizes.
 
         Between two sizes it is interpolated. Beyond them it lies on their line, and is at least the largest reading
         times the square root of the ratio of rows. A trial soon corrects an estimate that is too high; one that is too
-        low slows a text down. Of a slow model as many rows as the last of `few` count as free until a larger pass was
+        low slows a text down. Of a slow model the rows up to the last of ``FEW`` count as free until a larger pass was
         made: such a round costs less than a trial, which commits no token.
         """
-        for small in few[:1] if slow else few:
+        for small in few:
             self.seconds(small, sizes, trial)
         known = [(other, found) for other in sizes if (found := self.known(other)) is not None]
-        if slow and known[-1][0] < few[-1]:
-            known.append((few[-1], known[-1][1]))
+        if known[0][1] > SLOW and known[-1][0] < FEW[-1]:
+            known.append((FEW[-1], known[-1][1]))
         place = bisect_left(known, (size, 0.0))
         last, own = known[place := min(place, len(known) - 1)]
         first, below = known[max(0, place - 1)]
