@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from sakiyomi import LLM, SamplingParams
 from sakiyomi.engine.pace import (
     DOUBTS,
     FEWEST,
@@ -17,6 +20,8 @@ from sakiyomi.engine.pace import (
     TRIAL,
     Pace,
 )
+from sakiyomi.engine.speculation import SpeculationController
+from toys import tiny_llama, tiny_tokenizer
 
 
 def run(pace: Pace, rounds: int, *, tokens: float, drafted: float, plain: float) -> str:
@@ -127,3 +132,22 @@ def test_short_requests_try_anew_after_a_bad_beginning() -> None:
     for _ in range(REST):
         pace.add_plain(1.0)
     assert pace.rate == 0.0
+
+
+def test_the_first_round_of_a_process_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures what a pass costs; a trial pass took as long, and committed nothing."""
+    asked: list[bool] = []
+    observe = SpeculationController.observe
+
+    def spy(self: SpeculationController, *round_: Any) -> None:
+        asked.append(round_[-1].drafted.asked)
+        observe(self, *round_)
+
+    monkeypatch.setattr(SpeculationController, "observe", spy)
+    llm = LLM((tiny_llama(), tiny_tokenizer()), "suffix", dtype="float32", strict=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=12, gamma="auto")
+    llm.generate(["a b a b a b"], params)
+    assert asked[:2] == [False, True]
+    asked.clear()
+    llm.generate(["a b a b a b"], params)
+    assert asked[0]

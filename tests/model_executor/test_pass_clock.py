@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sakiyomi.model_executor.pass_clock import TRIAL_SHARE, PassClock
+from sakiyomi.model_executor.pass_clock import TRIAL_SHARE, TRIALS, PassClock
 from sakiyomi.model_executor.session import ALL_SIZES, SIZES
 
 
@@ -23,27 +23,43 @@ def trier(clock: PassClock, costs: Callable[[int], float], tried: list[int]) -> 
 @pytest.mark.parametrize("sizes", [SIZES, ALL_SIZES])
 def test_only_few_rows_are_tried_before_the_first_text(sizes: tuple[int, ...]) -> None:
     clock, tried = PassClock(lambda size: True, offloaded=False), list[int]()
-    trial = trier(clock, lambda size: 0.010 + 0.002 * size, tried)
+    trial = trier(clock, lambda size: 0.0010 + 0.0002 * size, tried)
     found = {size: clock.seconds(size, sizes, trial) for size in sizes}
-    assert tried == [1, 4, 8]  # they are slow enough that one each says it
-    assert found[1] == pytest.approx(0.012) and found[4] == pytest.approx(0.018)
-    assert found[16] == pytest.approx(0.042)  # along the line, which is steeper than a root here
+    assert tried == [1] * TRIALS + [4] * TRIALS + [8]  # that one is slow enough that one says it
+    assert found[1] == pytest.approx(0.0012) and found[4] == pytest.approx(0.0018)
+    assert found[16] == pytest.approx(0.0042)  # along the line, which is steeper than a root here
     assert sorted(found.values()) == list(found.values())
+
+
+@pytest.mark.parametrize("sizes", [SIZES, ALL_SIZES])
+def test_a_slow_model_tries_one_row_and_further_ones_count_as_free_until_they_are_measured(
+    sizes: tuple[int, ...],
+) -> None:
+    """Three trials take as long as three plain rounds: a twentieth of a short text."""
+    clock, tried = PassClock(lambda size: True, offloaded=False), list[int]()
+    trial = trier(clock, lambda size: 0.010, tried)
+    found = [clock.seconds(size, sizes, trial) for size in (1, 4, 8)]
+    assert found == pytest.approx([0.010] * 3)
+    assert clock.seconds(32, sizes, trial) == pytest.approx(0.020)
+    assert tried == [1]
+    clock.add(4, True, 0.016)
+    assert clock.seconds(4, sizes, trial) == clock.seconds(8, sizes, trial) == pytest.approx(0.016)
+    assert tried == [1]
 
 
 def test_what_costs_nothing_more_is_not_believed_of_any_number() -> None:
     clock, tried = PassClock(lambda size: True, offloaded=False), list[int]()
-    trial = trier(clock, lambda size: 0.010, tried)
-    assert clock.seconds(32, SIZES, trial) == pytest.approx(0.020)  # half way, by factors, to .040
-    assert tried == [1, 4, 8]
+    trial = trier(clock, lambda size: 0.0010, tried)
+    assert clock.seconds(32, SIZES, trial) == pytest.approx(0.0020)  # half way, by factors, to .0040
+    assert set(tried) == {1, 4, 8}
 
 
 def test_a_guess_lies_between_its_neighbours() -> None:
     clock, tried = PassClock(lambda size: True, offloaded=False), list[int]()
-    trial = trier(clock, lambda size: 0.010, tried)
-    clock.add(8, True, 0.020)
-    assert clock.seconds(6, ALL_SIZES, trial) == pytest.approx(0.015)
-    assert tried == [1, 4]
+    trial = trier(clock, lambda size: 0.0010, tried)
+    clock.add(8, True, 0.0020)
+    assert clock.seconds(6, ALL_SIZES, trial) == pytest.approx(0.0015)
+    assert set(tried) == {1, 4}
 
 
 def test_others_are_tried_when_that_is_cheap() -> None:
@@ -51,10 +67,12 @@ def test_others_are_tried_when_that_is_cheap() -> None:
     trial = trier(clock, lambda size: 0.010, tried)
     clock.seconds(16, SIZES, trial)
     assert 16 not in tried
-    for _ in range(round(2 * 0.020 / TRIAL_SHARE / 0.010)):  # two passes of .014 s are .05 of .56 s
+    for _ in range(round(2 * 0.015 / TRIAL_SHARE / 0.010)):  # two passes of .014 s are .02 of 1.4 s
         clock.add(1, True, 0.010)
     assert clock.seconds(16, SIZES, trial) == pytest.approx(0.010)
     assert tried.count(16) == 1
+    clock.seconds(32, SIZES, trial)
+    assert 32 not in tried, "the share is of all trials together"
 
 
 def test_of_the_first_two_readings_the_lower_one_counts() -> None:
@@ -73,11 +91,11 @@ def test_of_the_first_two_readings_the_lower_one_counts() -> None:
 
 def test_rows_that_seem_too_dear_are_tried_again() -> None:
     clock, tried = PassClock(lambda size: True, offloaded=False), list[int]()
-    costs = iter([0.040, 0.200, 0.060])
+    costs = iter([0.002] * TRIALS + [0.010, 0.003])
     trial = trier(clock, lambda size: next(costs), tried)
-    assert clock.seconds(1, SIZES, trial) == 0.040
-    assert clock.seconds(4, SIZES, trial) == 0.060
-    assert tried == [1, 4, 4]
+    assert clock.seconds(1, SIZES, trial) == 0.002
+    assert clock.seconds(4, SIZES, trial) == 0.003
+    assert tried == [1] * TRIALS + [4, 4]
 
 
 def test_small_changes_are_no_news() -> None:

@@ -174,7 +174,7 @@ def _known(around: DrafterContext) -> list[str | Drafter]:
         return [heads[0]]
     free: list[str | Drafter] = [*split_spec(FREE_DRAFT)]
     if around.packed.device.type != "cpu":
-        free.remove("recycle")  # its rounds are Python's, and were never measured there
+        free.remove("recycle")  # it was never measured there
     if folder is not None and (folder / NGRAMS).is_file():
         free.append(f"ngram:{folder / NGRAMS}")
     return free

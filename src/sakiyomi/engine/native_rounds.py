@@ -46,10 +46,10 @@ class NativeRounds:
         self._target, self._speculation = target, speculation
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
         self._given = drafter is not None and self._drafter is None  # drafts are given
-        self._reads = drafter is not None and drafter.leading > 0  # the drafter reads logits: its rounds are Python's
+        self._reads = drafter is not None and drafter.leading > 0  # the drafter is told what rows rank first
         self._wants_states = drafter is not None and drafter.hidden_states is not None
         model = self._drafter.model if self._drafter is not None else None
-        self._rounds = KernelRounds(model, target, target.vocab_size, states=self._wants_states)
+        self._rounds = KernelRounds(model, target, target.vocab_size, states=self._wants_states, logits=self._reads)
         self._least = [1] * len(self._rounds.models)
         self._turns: dict[int, Turn] = {}
         self._generation = 0  # of the rounds that know the turns
@@ -81,7 +81,7 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        if not self._given or (self._reads and drafted.asked) or any(request.fault is not None for request in requests):
+        if not self._given or any(request.fault is not None for request in requests):
             return None
         return self._run(requests, [0] * len(requests), drafted, clock)
 
@@ -118,7 +118,7 @@ class NativeRounds:
             drafter.reader.passes += done.passes
             drafter.reader.took(done.passes, done.besides)
         clock.scored(requests, drafted or DraftBatch([], done.seconds, catching_up, done.passes, done.passes > 0))
-        return self._take(requests, drafted.drafts if drafted is not None else None, clock)
+        return self._take(requests, drafted, clock)
 
     # ------------------------------------------------------------ before the passes
 
@@ -215,15 +215,19 @@ class NativeRounds:
 
     # ------------------------------------------------------------ after the passes
 
-    def _take(self, requests: Sequence[Request], drafts: Sequence[Draft] | None, clock: RoundClock) -> list[Step]:
+    def _take(self, requests: Sequence[Request], drafted: DraftBatch | None, clock: RoundClock) -> list[Step]:
         """Take over what a round has committed."""
         steps, rows = [], 0
         committed = self._rounds.committed(len(requests))
         features = self._rounds.features(self._target.sizes[-1]) if self._wants_states else None
+        drafts = drafted.drafts if drafted is not None else None
+        ranked = PassOutput(self._rounds.logits, {}, self._target.sizes[-1]) if self._reads else None
         for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
             try:
                 if features is not None:
                     self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
+                if ranked is not None and drafted is not None and drafted.asked:
+                    self._speculation.give_ranks(request, drafted.drafts[i], ranked, rows)
                 steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
             except Exception as error:
                 steps.append(request.fail(error))

@@ -138,7 +138,10 @@ class SpeculationController:
         if drafter is None:
             return [0] * len(requests)
         asking = [request for request in requests if not (request.context.given and request.repeats)]
-        if self._pace(len(asking)).undrafted and all(request.policy.adapts for request in asking):
+        pace = self._pace(len(asking))
+        # The first round is plain and measures what a pass costs: a trial pass would commit nothing.
+        unknown = bool(asking) and not pace.plain and self.target.known_seconds(len(asking)) is None
+        if (unknown or pace.undrafted) and all(request.policy.adapts for request in asking):
             return [0] * len(requests)
         known: list[Costs] = []  # the same for all of a round, and not always asked for
 
@@ -265,6 +268,8 @@ class SpeculationController:
             if known is not None:  # the first pass of its size, or other work, is no cost of speculation
                 usual = known + drafted.passes * self._step + self._overhead
                 seconds = min(seconds, usual if first else 2 * usual)
+            elif first and not drafted.asked:
+                return  # the next round is timed
         pace.last = seconds
         if not drafted.asked:
             pace.add_plain(seconds)

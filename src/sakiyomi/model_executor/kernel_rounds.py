@@ -92,14 +92,22 @@ class KernelRounds:
         target: scores drafts; None: a round ends with its trees.
         width: V of the target.
         states: hidden states of the target's passes are wanted.
+        logits: the target's logits are wanted. Its passes are then run here.
 
     Attributes:
         kernels, number: the library, and the number of the object there; 0: there is none yet.
         generation: how often it was made; each time it knows no requests.
+        logits: of the target's pass in the last round, (1, rows or more, V), where they are wanted.
     """
 
     def __init__(
-        self, draft: ModelRunner | None, target: ModelRunner | None, width: int, *, states: bool = False
+        self,
+        draft: ModelRunner | None,
+        target: ModelRunner | None,
+        width: int,
+        *,
+        states: bool = False,
+        logits: bool = False,
     ) -> None:
         self.models = [model for model in (draft, target) if model is not None]
         self.kernels: Any = None
@@ -111,7 +119,8 @@ class KernelRounds:
         self._checked: set[int] = set()
         self._unreadable = False
         self._results: tuple[Any, Any, Any] = (), (), ()
-        self._wants_states = states
+        self._wants_states, self._wants_logits = states, logits
+        self.logits = torch.empty(0)
         self._states: tuple[Tensor, ...] = ()  # of the target's pass in the last round
         self._since = 0
 
@@ -197,7 +206,8 @@ class KernelRounds:
             passes = {size: model.replayed(size) for size in sizes}
             which = int(model is self._target)
             inputs = [ids.data_ptr() for _, ids, _ in passes.values()]
-            programs = [_program(each, model) for each, _, _ in passes.values()]
+            seen = bool(which) and self._wants_logits
+            programs = [0 if seen else _program(each, model) for each, _, _ in passes.values()]
             session = model.backend.session
             assert session is not None, "see `describable`"
             about = session, model.vocab_size, HALF[model.dtype], len(passes)
@@ -243,6 +253,8 @@ class KernelRounds:
                 logits, states = replay(ids, positions)
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
+                if self._wants_logits and code % 2:
+                    self.logits = logits
                 if self._wants_states and code % 2:
                     self._states, here = states, True
                 if recorder.fresh:  # it was captured first

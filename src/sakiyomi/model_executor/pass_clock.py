@@ -9,8 +9,8 @@ from sakiyomi.core.running_mean import running_mean
 
 SLOW = 0.002  # seconds; a slower trial pass is not repeated
 TRIALS = 4  # the first one warms up
-FEW = (1, 4, 8)  # rows of the first trial passes, from which other sizes are estimated
-TRIAL_SHARE = 0.05  # share of the seconds of all passes that trials of other sizes may take
+FEW = (1, 4, 8)  # rows of the first trial passes of a fast model, from which other sizes are estimated
+TRIAL_SHARE = 0.02  # share of the seconds of all passes that all other trials together may take
 NEWS = 0.02  # relative change of a mean that is reported: plans made from it take time
 
 
@@ -34,6 +34,7 @@ class PassClock:
         self._warm: set[tuple[int, bool]] = set()
         self._costs: dict[int, float] = {}  # what `seconds` has found since the last reading
         self._total = self._told = 0.0  # seconds of all passes, and of those before something was known last
+        self._trying = 0.0  # seconds of trials but those first ones
 
     def clear(self) -> None:
         """Drop all readings."""
@@ -86,8 +87,9 @@ class PassClock:
     def seconds(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
         """The cost of a pass of this size, in seconds.
 
-        The smallest sizes are tried at once. Others are estimated until a trial costs little compared with the passes
-        so far: trying all sizes before the first text would take longer than the text.
+        The smallest sizes are tried at once, of a slow model only the first one asked for. Others are estimated until a
+        trial costs little compared with the passes so far: trying all sizes before the first text would take longer
+        than the text, and a draft that is scored measures its size as well.
 
         Args:
             size: one of `sizes`, or more than the largest.
@@ -106,9 +108,14 @@ class PassClock:
             return self.seconds(sizes[bisect_left(sizes, min(size, sizes[-1] + 1)) - 1], sizes, trial)
         if own is None:
             few = [sizes[min(bisect_left(sizes, rows), len(sizes) - 1)] for rows in FEW]
-            own = self._guess(size, sizes, few, trial) if size not in few else 0.0
-            if 2 * own <= TRIAL_SHARE * self._total:
+            slow = any((self.known(less) or 0.0) > SLOW for less in sizes if less < size)
+            own = self._guess(size, sizes, () if slow else few, trial) if slow or size not in few else 0.0
+            if not own:
                 own = self._tried(size, sizes[0], trial)
+            elif self._trying + 2 * own <= TRIAL_SHARE * self._total:
+                before = self._total
+                own = self._tried(size, sizes[0], trial)
+                self._trying += self._total - before
         # Limits a reading that was disturbed by other work: two passes over half the rows do the same work, and so
         # does a larger pass.
         half = self.known(size // 2) if size > 1 else None
@@ -132,11 +139,14 @@ class PassClock:
 
         Between two sizes it is interpolated. Beyond them it lies on their line, and is at least the largest reading
         times the square root of the ratio of rows. A trial soon corrects an estimate that is too high; one that is too
-        low slows a text down.
+        low slows a text down. Of a slow model the rows up to the last of ``FEW`` count as free until a larger pass was
+        made: such a round costs less than a trial, which commits no token.
         """
         for small in few:
             self.seconds(small, sizes, trial)
         known = [(other, found) for other in sizes if (found := self.known(other)) is not None]
+        if known[0][1] > SLOW and known[-1][0] < FEW[-1]:
+            known.append((FEW[-1], known[-1][1]))
         place = bisect_left(known, (size, 0.0))
         last, own = known[place := min(place, len(known) - 1)]
         first, below = known[max(0, place - 1)]
