@@ -15,11 +15,12 @@ import torch
 
 from random_models import Numbers, random_llama
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.core.tree import Draft
-from sakiyomi.drafters.base import Context, HiddenStates
+from sakiyomi.core.tree import Draft, TokenTree
+from sakiyomi.drafters.base import Context, HiddenStates, Ranked
 from sakiyomi.drafters.draft_length import FixedSize, Size, Throughput
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.native_trees import NativeTrees
+from sakiyomi.drafters.recycle import RecycleDrafter
 from sakiyomi.drafters.tree_reader import TreeReader
 from sakiyomi.drafters.trees import Choices
 from sakiyomi.engine import engine as engine_module
@@ -299,6 +300,40 @@ def test_given_drafts_are_judged_as_by_python(case: str, passes: str, monkeypatc
     for one, other in zip(told, wanted, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(state, other[layer]) for layer, state in one.items())
+
+
+class Told(RecycleDrafter):
+    """Notes what it is told of the rows of rounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[Ranked] = []
+
+    def rank(self, context: Context, tree: TokenTree, rows: Sequence[Ranked]) -> None:
+        self.told += rows
+        super().rank(context, tree, rows)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "acceptance": "ratio"}])
+def test_ranks_of_rounds_in_the_kernels_are_those_of_python(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Told()
+    llm = LLM((random_llama(64, 2, 4, 128, VOCAB, torch.float32), Numbers()), drafter, max_batch=len(PROMPTS))
+    wanted = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, gamma=3, nodes=6, **params)
+    llm.generate(PROMPTS, wanted)
+    llm.wait()
+    found = []
+    for able in (False, True):
+        with monkeypatch.context() as patch:
+            watched = Watched(patch, able, "score")
+            drafter.forget()
+            drafter.told.clear()
+            done = llm.generate(PROMPTS, wanted)
+        assert bool(watched.native) == able
+        found.append(([out.token_ids for out in done], [tokens for tokens, _ in drafter.told]))
+    assert found[0] == found[1]
+    assert len(found[0][1]) > 75
 
 
 def test_hidden_states_are_those_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
