@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -116,15 +117,24 @@ with Listening(ServerConfig(port=0)):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_while_it_loads_ends_it(kind: signal.Signals, code: int) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "sakiyomi", "serve", "--target", "tales", "--port", "8917"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8") as run:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            try:
-                assert web.get("http://127.0.0.1:8917/health").status_code == 503
-                break
-            except httpx.ConnectError:
-                time.sleep(0.02)
-        run.send_signal(kind)
-        assert run.wait(30) == code
-        assert run.stderr is not None and "Traceback" not in run.stderr.read()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "ignore", "-m", "sakiyomi", "serve", "--target", "tales", "--port", str(port)]
+
+    def heeds() -> None:  # a shell has what it runs in the background ignore Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", preexec_fn=heeds) as run:
+        try:
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                try:
+                    assert web.get(f"http://127.0.0.1:{port}/health").status_code == 503
+                    break
+                except httpx.ConnectError:
+                    time.sleep(0.02)
+            run.send_signal(kind)
+            assert run.wait(30) == code
+            assert run.stderr is not None and "Traceback" not in run.stderr.read()
+        finally:
+            run.kill()

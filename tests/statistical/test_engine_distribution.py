@@ -215,7 +215,6 @@ def test_rules_with_a_draft_model(rule: str, warp: str) -> None:
 @pytest.mark.parametrize(
     "values",
     [
-        params(acceptance="block"),
         params(acceptance="ratio", tree="static", nodes=6),
         params(acceptance="traversal", tree="static", nodes=6),
         params(acceptance="ratio", tree="best-first", nodes=5),
@@ -225,26 +224,25 @@ def test_rules_with_a_draft_model(rule: str, warp: str) -> None:
 )
 def test_early_exit_tells_what_it_draws_from(values: SamplingParams) -> None:
     """Its rows come from passes of the first of two layers, on the target's own cache; chains and trees."""
-    target = tiny_llama(vocab=V, layers=2, dim=16, seed=0, initializer_range=0.5)
-    llm = LLM((target, TOKENIZER), "early-exit:1", max_batch=50, strict=True)
-    done = llm.generate([PROMPT], values)[0]
-    assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
-    assert (sum(out.stats.drafted for out in done) > 3 * SAMPLES) == (values.nodes != "auto")
-    seen = np.zeros(V**LENGTH, dtype=np.int64)
-    for out in done:
-        seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
-    p, distance = p_value(seen, exact(values, target))
-    print(f"early exit: p = {p:.3g}, TV = {distance:.4f}")
-    assert p > LEVEL
+    check_heads("early-exit:1", values, tiny_llama(vocab=V, layers=2, dim=16, seed=0, initializer_range=0.5))
 
 
 def check_heads(draft: str, values: SamplingParams, target: Any = None, folder: Path | None = None) -> None:
-    """Texts have the target's distribution, and some of what the heads draft is accepted, not all."""
-    loaded: Any = (model(0), TOKENIZER) if folder is None else str(folder)
+    """Texts have the target's distribution, and some of what the heads draft is accepted, not all.
+
+    Coupled texts are those without a draft, whose distribution is tested below: equality needs fewer samples.
+    """
+    loaded: Any = (target or model(0), TOKENIZER) if folder is None else str(folder)
+    coupled = values.acceptance == "coupled"
+    values = replace(values, n=400) if coupled else values
     llm = LLM(loaded, draft, max_batch=50, strict=True)
     done = llm.generate([PROMPT], values)[0]
     assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
-    assert sum(out.stats.drafted for out in done) > 1.5 * SAMPLES
+    assert sum(out.stats.drafted for out in done) > 1.2 * len(done)
+    if coupled:
+        plain = LLM(loaded, "none", max_batch=50).generate([PROMPT], values)[0]
+        assert [out.token_ids for out in done] == [out.token_ids for out in plain]
+        return
     seen = np.zeros(V**LENGTH, dtype=np.int64)
     for out in done:
         seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
@@ -273,7 +271,6 @@ class Late(Ready):
     ("kind", "values"),
     [
         (Ready, params(acceptance="ratio")),
-        (Ready, params(acceptance="block")),
         (Ready, params(acceptance="ratio", tree="static", nodes=6)),
         (Ready, params(acceptance="coupled", tree="best-first", nodes=6)),
         (Late, params(acceptance="ratio")),
@@ -297,11 +294,9 @@ def test_a_draft_that_goes_on_learning(kind: type[Ready], values: SamplingParams
     "values",
     [
         params(acceptance="ratio"),
-        params(acceptance="block"),
         params(acceptance="ratio", tree="static", nodes=6),
         params(acceptance="traversal", tree=[1, 3, 2], gamma="auto"),
         params(acceptance="ratio", tree="best-first", nodes=5, **WARPS["top-p"]),
-        params(acceptance="ratio", tree="static", nodes=6, **WARPS["penalty"]),
         params(acceptance="coupled", tree="best-first", nodes=6),
     ],
     ids=lambda values: f"{values.acceptance} {values.tree} {values.top_p} {values.repetition_penalty}",
@@ -317,7 +312,6 @@ def test_medusa_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path:
     "values",
     [
         params(acceptance="ratio"),
-        params(acceptance="block"),
         params(acceptance="ratio", tree="static", nodes=6),
         params(acceptance="ratio", tree="best-first", nodes=5, **WARPS["top-p"]),
         params(acceptance="traversal", tree=[1, 3, 2], gamma="auto"),

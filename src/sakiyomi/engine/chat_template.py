@@ -88,7 +88,7 @@ class Dialogue:
         self.exchanges: list[Exchange] = []
         self._system = ""
         if not self.plain:
-            self._rendered(_messages("", [], "Hello"))
+            self.rendered(_messages("", [], "Hello"))
         self.system = system
 
     @property
@@ -104,7 +104,7 @@ class Dialogue:
             raise InputError(
                 "without a chat template a system prompt has no place; write it at the head of the first message"
             )
-        if text.strip() not in ("" if self.plain else self._rendered(_messages(text, [], "Hello"))):
+        if text.strip() not in ("" if self.plain else self.rendered(_messages(text, [], "Hello"))):
             raise InputError("the chat template leaves system prompts out; write it at the head of the first message")
         self._system = text
 
@@ -186,8 +186,8 @@ class Dialogue:
         taken = signature(self._tokenizer.apply_chat_template).parameters
         if wrong := [name for name in how.options if name in taken]:
             raise InputError(f"options has {wrong[0]!r}, which is no name that a template has of its own; leave it out")
-        text = self._rendered(messages, how)
-        if how.tools and text == self._rendered(messages, how._replace(tools=())):
+        text = self.rendered(messages, how)
+        if how.tools and text == self.rendered(messages, how._replace(tools=())):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
         return _as_text(text)
 
@@ -217,18 +217,19 @@ class Dialogue:
         """
         system, exchanges = _parse(path)
         if not self.plain:
-            self._rendered(_messages(system, exchanges, "Hello"))
+            self.rendered(_messages(system, exchanges, "Hello"))
         self.system = system
         self.exchanges = exchanges
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], how: Rendering = _NEW_REPLY) -> str:
+    def rendered(self, messages: Sequence[Mapping[str, Any]], how: Rendering = _NEW_REPLY) -> str:
+        """What the template writes, which may leave tools out; see ``text``."""
         ends = {"add_generation_prompt": how.ending == "new", "continue_final_message": how.ending == "begun"}
         given = {**how.options, "tools": how.tools or None, "chat_template": self._template, "tokenize": False}
         try:
             return str(self._tokenizer.apply_chat_template(messages, **given, **ends))
         except Exception as error:  # a template is a program that may raise anything
             if how.ending == "begun":
-                self._rendered(messages, how._replace(ending="new"))  # if that works, only the continuation does not
+                self.rendered(messages, how._replace(ending="new"))  # if that works, only the continuation does not
                 raise InputError(
                     f"the chat template cannot continue the last message ({one_line(error)}); let a new reply begin"
                 ) from None

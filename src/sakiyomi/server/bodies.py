@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request, no_model, unsupported
 from sakiyomi.server.escapes import Matcher
+from sakiyomi.server.general_tools import GENERAL, told
 from sakiyomi.server.grammar import Constraint, Grammars, Penalties
 from sakiyomi.server.jobs import Echo, Job, Reply
+from sakiyomi.server.learnt_format import learnt, learnt_thoughts
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -31,12 +34,13 @@ from sakiyomi.server.schema import (
     DetokenizeRequest,
     FunctionTool,
     ImagePart,
+    Message,
     NamedChoice,
     Speculation,
     TokenizeRequest,
 )
-from sakiyomi.server.thoughts import CLOSING, ENDS, OPENING, ends_inside
-from sakiyomi.server.tools import ToolFormat, in_channels, shown, tool_format
+from sakiyomi.server.thoughts import ENDS, THINK, ThoughtMarks, ends_inside
+from sakiyomi.server.tools import ToolFormat, in_channels, listed_format, shown
 
 if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
@@ -193,19 +197,52 @@ class BodyReader:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         self._check_count(body.n, "n")
-        messages = as_template_takes(body.messages, self.template)
+        messages = self._messages(body.messages)
         tools, offered, matcher, form = self._tools(body)
         ending = ending_of(body, messages, in_channels=self._channels is not None and matcher is not None)
         described = [tool.model_dump(exclude_none=True) for tool in tools]
+        called = any(message.tool_calls or message.role == "tool" for message in body.messages)
+        if (described or called) and self.calls is GENERAL:
+            messages, described = told(messages, described, system=self._takes_system), []
         tokens, source = self._read(messages, described, body, ending)
         limit = self._room.limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
         begun = str(messages[-1]["content"]) if ending == "begun" else ""
         schemas = {tool.function.name: tool.function.parameters for tool in offered}
-        reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun))
+        reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun), self.thoughts or THINK)
         jobs = self._jobs(body, tokens, limit, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.reply, job.source = index, reply, source
         return jobs
+
+    @cached_property
+    def calls(self) -> ToolFormat | None:
+        """How the model writes calls of tools; None: it has no chat template."""
+        if not self.template:
+            return None
+
+        return self._channels or learnt(self._write) or listed_format(self.template) or GENERAL
+
+    @cached_property
+    def thoughts(self) -> ThoughtMarks | None:
+        """What stands around the model's thoughts; None: it has none that could be told apart."""
+        if not self.template:
+            return None
+        return learnt_thoughts(self._write) or (THINK if THINK.closing in self.template else None)
+
+    def _write(self, messages: Sequence[Any], tools: Sequence[Any], new: bool) -> str:
+        return self._dialogue.rendered(messages, Rendering(tools, ending="new" if new else "none"))
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template writes a system message."""
+        said = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "QUESTION"}]
+        with suppress(InputError):
+            return "SYSTEM" in self._dialogue.rendered(said)
+        return False
+
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        called = any(message.tool_calls for message in messages)
+        return as_template_takes(messages, texts=called and self.calls is not None and self.calls.texts)
 
     def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
         """Whether the new text begins inside thoughts; None: thoughts are not separated from the reply.
@@ -216,11 +253,11 @@ class BodyReader:
         if self._channels is not None:
             return None if body.reasoning_format == "none" else False
         forced = body.tool_choice not in (None, "none", "auto")
-        if body.reasoning_format == "none" or formed or forced or CLOSING not in self.template:
+        if body.reasoning_format == "none" or formed or forced or self.thoughts is None:
             return None
         if begun:
-            return ends_inside(begun) or None
-        return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(OPENING)
+            return ends_inside(begun, self.thoughts) or None
+        return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(self.thoughts.opening)
 
     def _read(
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
@@ -252,7 +289,7 @@ class BodyReader:
             if any(isinstance(part, ImagePart) for message in body.messages for part in message.content or ()):
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
-                messages = as_template_takes(body.messages, self.template)
+                messages = self._messages(body.messages)
                 return self._dialogue.read(messages, Rendering(ending=ending_of(body, messages)))
         if body.continue_final_message or not body.add_generation_prompt:
             field = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
@@ -352,7 +389,10 @@ class BodyReader:
             return body.tools or (), (), self._format(body), self._channels
         if body.response_format is not None and body.response_format.type != "text":
             raise bad_request("tools and response_format cannot be combined; send one of them", "response_format")
-        form = tool_format(self.template)
+        if (form := self.calls) is None:
+            raise unsupported(
+                "the model has no chat template that could describe tools to it; leave tools out", "tools"
+            )
         offered = body.tools
         if isinstance(choice, NamedChoice):
             offered = [tool for tool in body.tools if tool.function.name == choice.function.name]

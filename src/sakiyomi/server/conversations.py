@@ -19,7 +19,6 @@ from sakiyomi.engine.chat_template import Ending
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import bad_request, unsupported
 from sakiyomi.server.schema import ChatRequest, ImagePart, Message, TextPart, TokenizeRequest, ToolCall
-from sakiyomi.server.tools import takes_texts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,9 +65,8 @@ def ending_of(
     return "begun"
 
 
-def as_template_takes(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
-    """Messages in the form that this template takes."""
-    texts = takes_texts(template)
+def as_template_takes(messages: Sequence[Message], *, texts: bool = False) -> list[dict[str, Any]]:
+    """Messages in the form that templates take; ``texts``: arguments of earlier calls are JSON texts, not objects."""
     return [_plain(message, number, texts) for number, message in enumerate(messages)]
 
 

@@ -6,8 +6,10 @@ pydantic's places between signs that no field has; ``errors.py`` leaves it out.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -130,10 +132,11 @@ def value_of(text: str, root: Mapping[str, Any], key: str) -> Any:
     allowed = kinds(root.get("properties", {}).get(key), root)
     if allowed == {"string"}:
         return text
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    value: Any = text
+    for read in (json.loads, ast.literal_eval):  # templates show values as Python writes them, and models learn that
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = read(text)
+            break
     return value if not isinstance(value, str) and kind_of(value) in allowed else text
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.server.errors import ApiError, bad_request, unsupported
 from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
+from sakiyomi.server.inline_rules import InlineRules
+from sakiyomi.server.notations import Inline, Pairs
 from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import MARKS, ToolFormat
@@ -26,6 +28,8 @@ LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
 # which would take what reads like a special token for that token.
 HEAD = '%llguidance {"no_forcing": true}\n'
 Value = Callable[[Mapping[str, Any]], str]
+PLACES = {"{number}": "/[0-9]{1,3}/", "{id}": "/[a-zA-Z0-9]{9}/"}
+LAYOUT_GAP = r"[ \n]{0,8}"  # between the calls of a list
 MOST_CALLS = 16  # of a reply that must call, or of a list
 TEXT = "TEXT: /(.|\\n)*/\n"
 
@@ -213,20 +217,28 @@ class _Lark:
     def calls(self, tools: Sequence[FunctionTool], several: bool) -> str:
         """``body``: the text after the opening."""
         form = self._form
-        call = "call" + (f' (", " call){{0,{MOST_CALLS - 1}}}' if form.listed and several else "")
-        call = f"call{{1,{MOST_CALLS}}}" if form.apart and several else call
-        call = f'"[" {call} "]"' if form.listed else call
+        gap = f"/{LAYOUT_GAP}/" if form.pairs is None else ""
+        comma = f'"," {gap}' if gap else '", "'
+        call = "call" + (f" ({comma} call){{0,{MOST_CALLS - 1}}}" if form.listed and several else "")
+        if form.apart:  # objects may stand in lines of their own
+            call = f"({gap} call {gap}){{1,{MOST_CALLS if several else 1}}}" if form.call.startswith("{") else call
+            call = f"call{{1,{MOST_CALLS}}}" if several and call == "call" else call
+        call = f'"[" {gap} {call} {gap} "]"' if form.listed else call
         pad = f"/{json.dumps(form.pad)[1:-1]}?/" if form.pad else ""
         lark = f"body: {pad} {call} {f'{pad} {self._words(form.closing)}' if form.closing else ''}\n"
         lark += _one_of(tools)
-        rules = None if form.pairs is None else PairRules(form.pairs, self._words, self._value)
+        rules: PairRules | InlineRules | None = None
+        if isinstance(form.pairs, Pairs):
+            rules = PairRules(form.pairs, self._words, self._value)
+        elif isinstance(form.pairs, Inline):
+            rules = InlineRules(form.pairs, self._words)
         lark += "" if rules is None else rules.shared
         for i, tool in enumerate(tools):
             before, after = form.around(tool.function.name)
             if rules is None:
                 arguments = self._value(_object(tool))
             else:
-                arguments = f"{GAP} call_{i}_arguments"
+                arguments = f"{GAP if isinstance(form.pairs, Pairs) else ''} call_{i}_arguments"
                 lark += rules.of(f"call_{i}", tool.function.parameters, f"tools.{tool.function.name}")
             lark += f"call_{i}: {self._words(before)} {arguments} {self._words(after)}\n"
         return lark
@@ -280,7 +292,7 @@ class _Lark:
         return f"(<[{self._other}]> {text})*" if self._other else ""
 
     def _words(self, text: str) -> str:
-        symbols = {mark: f"<[{i}]>" for mark, i in self._marks.items()} | {"{number}": "/[0-9]{1,3}/"}
+        symbols = {mark: f"<[{i}]>" for mark, i in self._marks.items()} | PLACES
         known = "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
         return " ".join(symbols.get(part) or json.dumps(part) for part in re.split(f"({known})", text) if part)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.request import Request
+from sakiyomi.server.thoughts import THINK, ThoughtMarks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +33,14 @@ class Reply(NamedTuple):
         schemas: of the arguments of the offered tools, by name.
         reasoning: whether the text begins inside thoughts; None: thoughts are not separated.
         begun: the prompt ends inside the reply, which the text continues.
+        marks: around thoughts.
     """
 
     tools: ToolFormat | None = None
     schemas: Schemas = MappingProxyType({})
     reasoning: bool | None = None
     begun: bool = False
+    marks: ThoughtMarks = THINK
 
 
 class Echo(NamedTuple):

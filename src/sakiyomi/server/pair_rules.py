@@ -9,10 +9,12 @@ from typing import Any
 
 from sakiyomi.server.errors import bad_request
 from sakiyomi.server.fields import DEFINITIONS, kinds, resolved
-from sakiyomi.server.tools import Pairs
+from sakiyomi.server.notations import KEY, KIND, Pairs
 
 GAP = "/\\n?/"  # between marks
-_NOTES = {"type", "title", "description", "default", "examples"}
+Words = Callable[[str], str]
+Value = Callable[[Mapping[str, Any]], str]
+NOTES = {"type", "title", "description", "default", "examples"}
 _BOUNDS = {"minLength", "maxLength", "pattern"}
 
 
@@ -28,15 +30,14 @@ class PairRules:
         value: makes a rule for values of a schema.
     """
 
-    def __init__(self, pairs: Pairs, words: Callable[[str], str], value: Callable[[Mapping[str, Any]], str]) -> None:
+    def __init__(self, pairs: Pairs, words: Words, value: Value) -> None:
         self._pairs, self._words, self._json = pairs, words, value
         self._pad = words(pairs.pad)
         self._opened = f"{GAP} {words(pairs.opened)} {self._pad}" if pairs.opened else self._pad
-        self._closed = f"{words(pairs.after)} {GAP}"
         # The mark is a special token, or plain characters, whose first occurrence ends the text.
-        apart = words(pairs.after).startswith("<[")
-        self._raw = f"RAW {self._closed}" if apart else f"raw {GAP}"
-        self.shared = "RAW: /(.|\\n)*/\n" + ("" if apart else f"raw[lazy]: RAW {words(pairs.after)}\n")
+        self._mark, self._again, self._rest = pairs.after.partition(KEY)
+        self._apart = words(self._mark).startswith("<[")
+        self.shared = "RAW: /(.|\\n)*/\n" + ("" if self._apart else f"raw[lazy]: RAW {words(self._mark)}\n")
 
     def of(self, call: str, schema: Mapping[str, Any], field: str) -> str:
         """Rules for the arguments of a call; the first one is ``{call}_arguments``.
@@ -46,44 +47,68 @@ class PairRules:
         """
         root = resolved(schema, schema)
         if not isinstance(root, Mapping) or root.keys() & {"anyOf", "oneOf", "allOf"}:
-            raise _refused(field, "writes arguments one by one, and parameters are no plain object")
+            raise refused(field, "writes arguments one by one, and parameters are no plain object")
         names, rules = [], ""
         properties = root.get("properties", {})
+        before = self._words(self._pairs.before)
         for number, (key, wanted) in enumerate(properties.items()):
             rule = f"{call}_argument_{number}"
             names.append(rule if key in root.get("required", ()) else f"{rule}?")
-            if self._pairs.named in key:
-                raise _refused(field, f"ends names with {self._pairs.named}, which is in {key!r}")
-            before, named = self._words(self._pairs.before), self._words(self._pairs.named)
-            rules += f"{rule}: {before} {json.dumps(key)} {named} {self._opened} "
-            rules += self._value(rule, wanted, schema, field) + "\n"
-        if root.get("additionalProperties", not properties) is not False:
+            if (end := self._pairs.named.partition(KIND)[0]) in key:
+                raise refused(field, f"ends names with {end}, which is in {key!r}")
+            written, *terminal = self._typed(rule, key, wanted, root, field).split("\n")
+            rules += "\n".join([f"{rule}: {before} {json.dumps(key)} {written}", *terminal, ""])
+        if root.get("additionalProperties", not properties) is not False and not self._again:
             names.append(f"{call}_other*")
-            before, named = self._words(self._pairs.before), self._words(self._pairs.named)
-            rules += f"{call}_other: {before} /[^<>\\n]+/ {named} {self._opened} {self._raw}\n"
+            rules += f"{call}_other: {before} /[^<>\\n]+/ {self._named('string')} {self._opened} {self._raw('')}\n"
         return f"{call}_arguments: {' '.join(names) or json.dumps('')}\n{rules}"
 
-    def _value(self, rule: str, wanted: Any, root: Mapping[str, Any], field: str) -> str:
+    def _named(self, kind: str) -> str:
+        return self._words(self._pairs.named.replace(KIND, self._pairs.kinds.get(kind, "")))
+
+    def _closed(self, key: str) -> str:
+        return f"{self._words(self._mark)} {self._ending(key)} {GAP}"
+
+    def _ending(self, key: str) -> str:
+        return f"{json.dumps(key)} {self._words(self._rest)}" if self._again else ""
+
+    def _raw(self, key: str) -> str:
+        return f"RAW {self._closed(key)}" if self._apart else f"raw {self._ending(key)} {GAP}"
+
+    def _typed(self, rule: str, key: str, wanted: Any, root: Mapping[str, Any], field: str) -> str:
+        """What follows a name; where the type of a value is written, one way for each type."""
+        if not self._pairs.kinds:
+            return f"{self._named('')} {self._opened} {self._value(rule, key, wanted, root, field)}"
+        allowed, found = kinds(wanted, root), resolved(wanted, root)
+        plain = isinstance(found, Mapping) and "type" in found
+        ways = []
+        for kind in sorted(allowed, reverse=True):  # strings first, whose rule may need a terminal
+            only = wanted if len(allowed) == 1 else (found if plain else {}) | {"type": kind}
+            ways.append(f"{self._named(kind)} {self._opened} {self._value(rule, key, only, root, field)}")
+        first, *terminal = ways[0].split("\n")
+        return "\n".join([f"({' | '.join([first, *ways[1:]])})", *terminal])
+
+    def _value(self, rule: str, key: str, wanted: Any, root: Mapping[str, Any], field: str) -> str:
         """Rule for a value and the mark after it, with a terminal of its own if it needs one."""
-        found, allowed = resolved(wanted, root), kinds(wanted, root)
+        found, allowed, closed = resolved(wanted, root), kinds(wanted, root), self._closed(key)
         if "string" not in allowed:
             shared = {name: root[name] for name in DEFINITIONS if name in root}
-            return f"{self._json(shared | dict(wanted))} {self._pad} {self._closed}"
+            return f"{self._json(shared | dict(wanted))} {self._pad} {closed}"
         if isinstance(found, Mapping) and found.keys() & {"enum", "const"}:
             every = found.get("enum", [found.get("const")])
-            if wrong := [each for each in every if isinstance(each, str) and self._pairs.after in each]:
-                raise _refused(field, f"ends texts with {self._pairs.after}, which is in {wrong[0]!r}")
+            if wrong := [each for each in every if isinstance(each, str) and self._mark in each]:
+                raise refused(field, f"ends texts with {self._mark}, which is in {wrong[0]!r}")
             texts = [json.dumps(each if isinstance(each, str) else json.dumps(each)) for each in every]
-            return f"({' | '.join(texts)}) {self._pad} {self._closed}"
-        if allowed != {"string"} or not found.keys() - _NOTES:
-            return self._raw
-        if unknown := found.keys() - _NOTES - _BOUNDS:
-            raise _refused(field, f"writes texts as they are, without {', '.join(sorted(unknown))}")
-        closing = re.escape(self._pairs.after).replace("/", "\\/")
+            return f"({' | '.join(texts)}) {self._pad} {closed}"
+        if allowed != {"string"} or not found.keys() - NOTES:
+            return self._raw(key)
+        if unknown := found.keys() - NOTES - _BOUNDS:
+            raise refused(field, f"writes texts as they are, without {', '.join(sorted(unknown))}")
+        closing = re.escape(self._mark).replace("/", "\\/")
         parts = [f"/(.|\\n){{{found.get('minLength', 0)},{found.get('maxLength', '')}}}/"]
         parts += [_anchored(found["pattern"])] if "pattern" in found else []
         terminal = f"{rule.upper()}: {' & '.join(parts)} & ~/(.|\\n)*{closing}(.|\\n)*/"
-        return f"{rule.upper()} {self._pad} {self._closed}\n{terminal}"
+        return f"{rule.upper()} {self._pad} {closed}\n{terminal}"
 
 
 def _anchored(pattern: str) -> str:
@@ -94,5 +119,6 @@ def _anchored(pattern: str) -> str:
     return f"/{'' if begins else anything}({inner}){'' if ends else anything}/"
 
 
-def _refused(field: str, why: str) -> Exception:
+def refused(field: str, why: str) -> Exception:
+    """The error for parameters that a notation cannot enforce."""
     return bad_request(f"{field} cannot be enforced: the model {why}", field, code="invalid_schema")

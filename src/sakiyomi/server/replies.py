@@ -77,17 +77,18 @@ class Sample:
         self._begun = False
         told = job.traced or job.params.logprobs is not None
         self._texts = TextStream(tokenizer, job.params.stop, before=job.prompt) if told else None
-        form, schemas, reasoning, begun = job.reply
+        form, schemas, reasoning, begun, around = job.reply
         self._channels = self._tools = self._reasoning = None
         if form is not None and form.channels:
             self._channels = ChannelReader(ids, schemas, begun=begun)
         elif form is not None:
             self._tools = ToolReader(form, ids, schemas, begun=begun)
         if reasoning is not None and self._channels is None:
-            self._reasoning = ReasoningReader(opened=reasoning)
+            self._reasoning = ReasoningReader(opened=reasoning, marks=around)
         self._thoughts_apart, self._called = reasoning is not None, False
-        # Usual decoding drops marks of calls that are special tokens.
-        marks = shown(form.marks, tokenizer) if form is not None else None
+        # Usual decoding drops marks that are special tokens.
+        written = [*(form.marks if form is not None else ()), *(around if self._reasoning is not None else ())]
+        marks = shown(written, tokenizer) if written else None
         self._marked = TextStream(tokenizer, job.params.stop, marks, job.prompt) if marks else None
 
     def read(self, event: Event) -> Piece:

@@ -1,4 +1,4 @@
-"""Thoughts, told apart from a reply while it comes: in channels, as gpt-oss writes, or between ``<think>`` marks.
+"""Thoughts, told apart from a reply while it comes: in channels, as gpt-oss writes, or between two marks.
 
 A reply in channels consists of messages: thoughts, calls of tools, and what the user is told.
 A message is ``<|start|>assistant<|channel|>NAME to=RECIPIENT <|constrain|>json<|message|>TEXT<|end|>``; the first one's
@@ -12,12 +12,20 @@ import re
 import secrets
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from sakiyomi.server.tools import MARKS, Schemas, called
 
-OPENING, CLOSING = "<think>", "</think>"
 
+class ThoughtMarks(NamedTuple):
+    """What stands around thoughts."""
+
+    opening: str
+    closing: str
+
+
+THINK = ThoughtMarks("<think>", "</think>")
+"""Those of most models."""
 ENDS = ("<|call|>", "<|return|>")
 """Tokens that end a reply."""
 _HEADS = (*MARKS, "to=", "assistant")  # what the head of a message begins with; anything else is text
@@ -128,7 +136,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- <think>
+# ---------------------------------------------------------------- between marks
 
 
 class _Place(Enum):
@@ -137,19 +145,21 @@ class _Place(Enum):
     BEHIND = auto()
 
 
-def ends_inside(text: str) -> bool:
+def ends_inside(text: str, marks: ThoughtMarks = THINK) -> bool:
     """Whether a text ends inside thoughts."""
-    return text.rfind(OPENING) > text.rfind(CLOSING)
+    return text.rfind(marks.opening) > text.rfind(marks.closing)
 
 
 class ReasoningReader:
-    """Separates thoughts between ``<think>`` and ``</think>`` from a reply while it is written.
+    """Separates thoughts from a reply while it is written.
 
     Args:
-        opened: the prompt ends with ``<think>``, as templates of models that always think do.
+        opened: the prompt ends inside thoughts, as templates of models that always think do.
+        marks: around thoughts.
     """
 
-    def __init__(self, *, opened: bool = False) -> None:
+    def __init__(self, *, opened: bool = False, marks: ThoughtMarks = THINK) -> None:
+        self._opening, self._closing = marks
         self._place = _Place.INSIDE if opened else _Place.BEFORE
         self._pending = ""
         self._begun = False  # of thoughts, or of the reply after them: blank lines before them are dropped
@@ -160,16 +170,16 @@ class ReasoningReader:
         thoughts, reply = "", ""
         if self._place is _Place.BEFORE:
             ahead = self._pending.lstrip()
-            if ahead.startswith(OPENING):
-                self._place, self._pending = _Place.INSIDE, ahead[len(OPENING) :]
-            elif last or not OPENING.startswith(ahead):
+            if ahead.startswith(self._opening):
+                self._place, self._pending = _Place.INSIDE, ahead[len(self._opening) :]
+            elif last or not self._opening.startswith(ahead):
                 self._place, self._begun = _Place.BEHIND, True  # there are none: the reply is as it was written
             else:
                 return "", ""
         if self._place is _Place.INSIDE:
-            inside, closing, rest = self._pending.partition(CLOSING)
+            inside, closing, rest = self._pending.partition(self._closing)
             inside = inside.rstrip("\n") if closing else inside
-            kept = "" if closing or last else inside[len(inside) - _waiting(inside) :]
+            kept = "" if closing or last else inside[len(inside) - _waiting(inside, self._closing) :]
             thoughts = self._trimmed(inside[: len(inside) - len(kept)])
             self._pending = rest if closing else kept
             if not closing:
@@ -184,8 +194,8 @@ class ReasoningReader:
         return text
 
 
-def _waiting(text: str) -> int:
-    """Characters at the end that may belong to ``</think>``, or to the blank lines before it."""
-    mark = next((n for n in range(len(CLOSING) - 1, 0, -1) if text.endswith(CLOSING[:n])), 0)
+def _waiting(text: str, closing: str) -> int:
+    """Characters at the end that may belong to the closing mark, or to the blank lines before it."""
+    mark = next((n for n in range(len(closing) - 1, 0, -1) if text.endswith(closing[:n])), 0)
     before = text[: len(text) - mark]
     return mark + len(before) - len(before.rstrip("\n"))

@@ -1,6 +1,6 @@
 """Tool calls: the formats in which models write them, and a reader that finds them in a stream of text.
 
-A new format is one entry of ``tool_formats.toml``.
+Most are learnt from the chat template, see ``learnt_format.py``; ``tool_formats.toml`` lists the others.
 """
 
 from __future__ import annotations
@@ -15,39 +15,12 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.errors import unsupported
-from sakiyomi.server.fields import value_of
+from sakiyomi.server.notations import Inline, Notation, Pairs
 from sakiyomi.server.schema import function
 
 Schemas = Mapping[str, Mapping[str, Any]]
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 """Of messages in channels."""
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Arguments one by one: ``{before}KEY{named}{opened}{pad}VALUE{pad}{after}``; strings as plain text, the rest JSON.
-
-    Line feeds between the marks are optional.
-    """
-
-    before: str
-    named: str
-    after: str
-    opened: str = ""
-    pad: str = ""
-
-    def read(self, text: str, schema: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
-        """Arguments at the beginning of a text, and the rest; None: they are incomplete."""
-        found: dict[str, Any] = {}
-        while (rest := text.lstrip()).startswith(self.before):
-            key, named, rest = rest[len(self.before) :].partition(self.named)
-            rest = rest.lstrip() if self.opened else rest
-            value, ended, text = rest.removeprefix(self.opened).partition(self.after)
-            if not (named and ended and rest.startswith(self.opened)):
-                return None
-            found[key.strip()] = value_of(value.removeprefix(self.pad).removesuffix(self.pad), schema, key.strip())
-        return found, text
 
 
 @dataclass(frozen=True)
@@ -61,14 +34,15 @@ class ToolFormat:
         opening: mark before calls; "" if a reply that begins with a call's first character is a call.
         closing: mark after them.
         pad: written inside the marks; read as any white space.
-        call: one call, with {name} and {arguments} in it, and {number} where calls are numbered. White space is read as
-            any other; a call that is a JSON object may have other fields too, in any order.
+        call: one call, with {name} and {arguments} in it, {number} where calls are numbered, and {id} where the model
+            gives them one. White space is read as any other; a call that is a JSON object may have other fields too, in
+            any order, and its one field may be the name.
         listed: one opening is followed by a JSON list of calls.
         apart: one opening is followed by calls one after the other. Otherwise each call has its own opening.
         id: the id of a call, which the template takes back, with {name} and {number} in it; "" for a new one.
         texts: the template takes arguments of earlier calls as JSON text, not as an object.
         lead: may precede a call that has no opening.
-        pairs: the format of arguments that are not an object.
+        pairs: the format of arguments that are not an object of JSON.
         channels: the whole reply consists of messages in channels, see ``thoughts.py``; other attributes are unused.
     """
 
@@ -84,7 +58,7 @@ class ToolFormat:
     texts: bool = False
     lead: str = ""
     foreign: tuple[str, ...] = ()
-    pairs: Pairs | None = None
+    pairs: Notation | None = None
     channels: bool = False
 
     @property
@@ -92,7 +66,7 @@ class ToolFormat:
         """Marks that may be single tokens."""
         if self.channels:
             return list(MARKS)
-        pairs = (self.pairs.before, self.pairs.named, self.pairs.opened, self.pairs.after) if self.pairs else ()
+        pairs = self.pairs.marks if self.pairs else ()
         inner = _MARK.findall(" ".join((self.call, *pairs)))
         return [mark for mark in (self.opening, self.closing, *inner, self.lead) if mark]
 
@@ -104,25 +78,32 @@ class ToolFormat:
     def read(self, text: str, schemas: Schemas) -> tuple[list[Found], str] | None:
         """The calls at the beginning of a text after the opening, and the rest; None: they are incomplete, or none."""
         calls: list[Found | None] = []
-        if self.call.startswith('{"'):
-            value, rest = _value(text) or (None, "")
-            values = value if self.listed else [value]
+        rest = text
+        if self.listed and self.pairs is None:
+            values, rest = _value(text) or (None, "")
             calls = [self._object(each) for each in values] if isinstance(values, list) else [None]
         else:
-            rest = text
-            while not calls or (self.apart and not rest.startswith(self.closing)):
+            more, rest = True, rest.lstrip().removeprefix("[") if self.listed else rest
+            while more:
                 found = self._call(rest, schemas)
                 if found is None:
                     return None
                 calls.append(found[0])
-                rest = found[1].lstrip() if self.closing else found[1]
+                rest = found[1].lstrip() if self.closing or self.listed else found[1]
+                more = rest.startswith(",") if self.listed else self.apart and not rest.startswith(self.closing)
+                if self.listed and not rest.startswith((",", "]")):
+                    return None
+                rest = rest[1:] if self.listed else rest
         rest = rest.lstrip() if self.closing else rest
         known = [call for call in calls if call is not None]
         complete = len(known) == len(calls) and rest.startswith(self.closing)
         return (known, rest[len(self.closing) :]) if complete else None
 
-    def _call(self, text: str, schemas: Schemas) -> tuple[Found, str] | None:
+    def _call(self, text: str, schemas: Schemas) -> tuple[Found | None, str] | None:
         """The call at the beginning of a text, and the rest; None: it is incomplete, or none."""
+        if self.pairs is None and self.call.startswith('{"'):
+            found = _value(text)
+            return None if found is None else (self._object(found[0]), found[1])
         head, _, tail = map(_lenient, self.call.partition("{arguments}"))
         if (begun := re.match(rf"\s*{head}", text)) is None:
             return None
@@ -136,7 +117,11 @@ class ToolFormat:
     def _object(self, value: Any) -> Found | None:
         """A JSON value as a call, whatever the order of its fields; further fields are ignored. None: it is no call."""
         fields = json.loads(self.call.replace("{arguments}", '"{arguments}"'))
-        if not isinstance(value, dict) or not fields.keys() <= value.keys():
+        if not isinstance(value, dict):
+            return None
+        if "{name}" in fields:
+            return Found(*next(iter(value.items()))) if len(value) == 1 else None
+        if not fields.keys() <= value.keys():
             return None
         found = Found(**{part.strip("{}"): value[field] for field, part in fields.items()})
         return found if isinstance(found.name, str) else None
@@ -153,20 +138,25 @@ def _value(text: str) -> tuple[Any, str] | None:
 
 
 class Found(NamedTuple):
-    """A call in a text; its number is "" where calls have none."""
+    """A call in a text; its number and id are "" where calls have none."""
 
     name: str
     arguments: Any
     number: str = ""
+    id: str = ""
 
 
 _MARK = re.compile(r"<[^<>{}\s]+>|\[[A-Z_]+\]")
-_PARTS = {"{name}": r"\s*(?P<name>[^<>\[\]\s](?:[^<>\[\]\n]*[^<>\[\]\s])?)\s*", "{number}": r"(?P<number>\d+)"}
+_PARTS = {
+    "{name}": r"\s*(?P<name>[^<>\[\](){}\s](?:[^<>\[\](){}\n]*[^<>\[\](){}\s])?)\s*",
+    "{number}": r"(?P<number>\d+)",
+    "{id}": r"\s*(?P<id>[\w.:-]+)\s*",
+}
 
 
 def _lenient(text: str) -> str:
     """A pattern of a text that may have other white space, and of its name and number."""
-    words = re.split(r"(\s+|{name}|{number})", text)
+    words = re.split(r"(\s+|{name}|{number}|{id})", text)
     return "".join(r"\s*" if word.isspace() else _PARTS.get(word) or re.escape(word) for word in words)
 
 
@@ -176,14 +166,17 @@ def _formats() -> Iterator[ToolFormat]:
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in entry.items()}
         if "pairs" in entry:
             values["pairs"] = Pairs(**entry["pairs"])
+        if (inline := values.pop("inline", None)) is not None:
+            values["pairs"] = Inline(**inline)
         yield ToolFormat(**values)
 
 
 FORMATS = tuple(_formats())
-"""All formats; the first one that fits a chat template is used."""
+"""Formats that are known beforehand; the first one that fits a chat template is used where none is learnt."""
 
 
-def _fitting(template: str) -> ToolFormat | None:
+def listed_format(template: str) -> ToolFormat | None:
+    """The format of `FORMATS` for this template."""
     for form in FORMATS:
         if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign):
             return form
@@ -192,30 +185,7 @@ def _fitting(template: str) -> ToolFormat | None:
 
 def in_channels(template: str) -> ToolFormat | None:
     """The format of a template whose replies are in channels, with or without tools; None: it has no channels."""
-    return form if (form := _fitting(template)) is not None and form.channels else None
-
-
-def takes_texts(template: str) -> bool:
-    """Whether a template takes arguments of earlier calls as JSON text."""
-    return (form := _fitting(template)) is not None and form.texts
-
-
-def tool_format(template: str) -> ToolFormat:
-    """The format of calls for this template.
-
-    Raises:
-        ApiError: the format is unknown.
-    """
-    if (form := _fitting(template)) is not None:
-        return form
-    if not template:
-        raise unsupported("the model has no chat template that could describe tools to it; leave tools out", "tools")
-    raise unsupported(
-        "the model's chat template uses a format of tool calls that this server does not know; it knows those of "
-        f"{', '.join(form.models for form in FORMATS)}. Leave tools out, or start the server with a --chat-template of "
-        "one of these",
-        "tools",
-    )
+    return form if (form := listed_format(template)) is not None and form.channels else None
 
 
 def shown(marks: Sequence[str], tokenizer: Any) -> frozenset[int]:
@@ -302,8 +272,8 @@ class ToolReader:
         return len(self._pending) if ahead and not self._begun else 0
 
     def _add(self, calls: Sequence[Found]) -> None:
-        for name, arguments, number in calls:
-            id_ = self._form.id.replace("{name}", name).replace("{number}", number)
+        for name, arguments, number, id_ in calls:
+            id_ = self._form.id.replace("{name}", name).replace("{number}", number) or id_
             id_ = id_ or self._names(5)[:9]  # nine letters and digits: Mistral's templates take no other ids back
             self.calls.append(called(len(self.calls), id_, name, json.dumps(arguments, ensure_ascii=False)))
 

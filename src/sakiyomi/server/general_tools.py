@@ -1,0 +1,67 @@
+"""Tools for models whose chat templates know none: told in words, called by one object of JSON.
+
+A grammar keeps forced calls in this form. Earlier calls and their results become texts of the assistant and the user.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sakiyomi.server.tools import ToolFormat
+
+GENERAL = ToolFormat("general", ())
+"""A reply that is a call is one object with a name and arguments."""
+_TOLD = """You can call functions. To call one, reply with one JSON object and nothing else: \
+{{"name": NAME, "arguments": {{...}}}}. Call a function only if it is needed; otherwise answer in words. \
+These are the functions:
+{functions}"""
+
+
+def told(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, system: bool
+) -> list[dict[str, Any]]:
+    """Messages without calls and results, which tell of tools in words.
+
+    Args:
+        messages: in the form for templates, with arguments as objects.
+        tools: OpenAI's descriptions.
+        system: the template takes a system message; else the first message of the user tells of the tools.
+    """
+    names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        said = dict(message)
+        if calls := said.pop("tool_calls", ()):
+            said["content"] = "\n".join(filter(None, [said["content"], *map(_called, calls)]))
+        if said["role"] == "tool":
+            name = names.get(said.pop("tool_call_id", ""), said.pop("name", "a function"))
+            said = {"role": "user", "content": f"Result of {name}: {_text(said['content'])}"}
+        if found and found[-1]["role"] == said["role"] == "user":  # templates want users and assistants by turns
+            said = {"role": "user", "content": f"{_text(found.pop()['content'])}\n\n{_text(said['content'])}"}
+        found.append(said)
+    if not tools:
+        return found
+    functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    words = _TOLD.format(functions=functions)
+    role = "system" if system else "user"
+    first = next((number for number, message in enumerate(found) if message["role"] == role), None)
+    if first is None:
+        return [{"role": role, "content": words}, *found]
+    told_there = _text(found[first]["content"])
+    both = [told_there, words] if system else [words, told_there]
+    found[first] = found[first] | {"content": "\n\n".join(filter(None, both))}
+    return found
+
+
+def _called(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+
+
+def _text(content: Any) -> str:
+    """The text of what a message says; images have no place in it."""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content or ())

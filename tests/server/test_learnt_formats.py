@@ -1,0 +1,268 @@
+"""Formats of calls and marks of thoughts that are learnt from a chat template, and tools told in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from real_files import real
+from sakiyomi.core.errors import InputError
+from sakiyomi.server.bodies import BodyReader
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.general_tools import GENERAL, told
+from sakiyomi.server.grammar import Grammars
+from sakiyomi.server.learnt_format import Write, learnt, learnt_thoughts
+from sakiyomi.server.schema import ChatRequest, FunctionTool
+from sakiyomi.server.thoughts import THINK
+from sakiyomi.server.tools import ToolFormat, ToolReader, listed_format
+from server_toys import marked_tokenizer, toy_llm
+
+OWN = """{%- macro own(v) -%}{%- if v is string -%}<|"|>{{ v }}<|"|>{%- elif v is mapping -%}{{ "{" }}\
+{%- for a, b in v.items() -%}{{ a }}:{{ own(b) }}{{ "," if not loop.last }}{%- endfor -%}{{ "}" }}\
+{%- elif v is iterable -%}[{% for a in v %}{{ own(a) }}{{ "," if not loop.last }}{% endfor %}]\
+{%- else -%}{{ v | tojson }}{%- endif -%}{%- endmacro -%}"""
+CHAT = (
+    OWN
+    + """{{ tools | tojson if tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content or "" }}\
+{% for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% endfor %}<|end|>{% endfor %}\
+{{ "<|assistant|>" if add_generation_prompt }}"""
+)
+"""A template, with CALL for how it writes one of the calls."""
+EACH = "{% for k, v in f.arguments.items() %}PAIR{% endfor %}"
+SAID = "{{ v if v is string else v | tojson }}"
+PYTHON = """{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}{{ ", " if not loop.last }}"""
+TYPED = f"""<p name="{{{{ k }}}}" as="{{{{ 'text' if v is string else 'json' }}}}">{SAID}</p>"""
+NAMED = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+
+
+def inside(begin: str, end: str, call: str) -> str:
+    """How calls are written one after the other between marks."""
+    return f"{{{{ '{begin}' if loop.first }}}}{call}{{{{ '{end}' if loop.last }}}}"
+
+
+NAME, ARGUMENTS, COMMA = "{{ f.name }}", "{{ f.arguments | tojson }}", "{{ ', ' if not loop.last }}"
+NUMBERED = '{"number": "{{ loop.index0 }}", ' + NAMED[1:] + COMMA
+CALLS = {
+    "objects between marks": f"<tool_call>\n{NAMED}\n</tool_call>",
+    "objects alone": NAMED + "{{ raise_exception('one call a reply') if not loop.last }}",
+    "objects one after the other": inside("<calls>", "</calls>", f"\n{NAMED}\n"),
+    "a list": inside("<calls>[", "]</calls>", NAMED + COMMA),
+    "a name as a field": inside("<calls>[", "]</calls>", f'{{"{NAME}": {ARGUMENTS}}}' + COMMA),
+    "a number in an object": inside("<a>[", "]</a>", NUMBERED),
+    "a name before an object": f"[CALLS]{NAME}[ARGS]{ARGUMENTS}",
+    "calls with marks of their own": inside("<calls>", "</calls>", f"<call>{NAME}<sep>{ARGUMENTS}</call>"),
+    "numbers": inside("<calls>", "</calls>", f"<call>do.{NAME}:{{{{ loop.index0 }}}}<sep>{ARGUMENTS}</call>"),
+    "ids": f"<call>{{{{ c.id }}}}<name>{NAME}<args>{ARGUMENTS}</call>",
+    "texts": f"<call>{NAME}<args>{{{{ f.arguments }}}}</call>",
+    "pairs": f"<call>\n<do={NAME}>\n" + EACH.replace("PAIR", f"<p={{{{ k }}}}>\n{SAID}\n</p>\n") + "</do>\n</call>",
+    "keys and values": f"<call>{NAME}\n"
+    + EACH.replace("PAIR", f"<key>{{{{ k }}}}</key>\n<value>{SAID}</value>\n")
+    + "</call>",
+    "typed pairs": inside("<calls>", "</calls>", f'<do name="{NAME}">' + EACH.replace("PAIR", TYPED) + "</do>"),
+    "as in Python": inside("<calls>[", "]</calls>", f"{NAME}({EACH.replace('PAIR', PYTHON)})" + COMMA),
+    "quotes of its own": f"<call>call:{NAME}{{{{ own(f.arguments) }}}}</call>",
+}
+GO: tuple[str, dict[str, Any]] = ("go_far", {"to": "the sea & <b>", "steps": 12, "by": ["boat", "foot"]})
+LOOK: tuple[str, dict[str, Any]] = ("look", {"at": {"what": "sky"}, "far": True})
+
+
+def schema(values: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = {str: "string", int: "integer", bool: "boolean", list: "array", dict: "object"}
+    properties = {name: {"type": kinds[type(value)], "description": "d"} for name, value in values.items()}
+    for each in properties.values():
+        each |= {"array": {"items": {"type": "string"}}, "object": {"additionalProperties": {"type": "string"}}}.get(
+            str(each["type"]), {}
+        )
+    return {"type": "object", "properties": properties, "required": [*values], "additionalProperties": False}
+
+
+SCHEMAS = {name: schema(values) for name, values in (GO, LOOK)}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": SCHEMAS[name]}}
+    for name in SCHEMAS
+]
+
+
+def writer(template: str) -> Write:
+    """What a template writes; what it raises is an InputError."""
+
+    def write(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], new: bool) -> str:
+        words = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": new}
+        try:
+            found, _ = render_jinja_template([[*messages]], [*tools] or None, chat_template=template, **words)
+            return str(found[0])
+        except Exception as error:
+            raise InputError(str(error)) from None
+
+    return write
+
+
+def replies(write: Write, form: ToolFormat, *calls: tuple[str, Mapping[str, Any]]) -> str:
+    """How the template writes a reply of these calls: what is between the opening and the closing mark, with them."""
+    made = [
+        {"id": f"call0{number}bcd", "type": "function",
+         "function": {"name": name, "arguments": json.dumps(values) if form.texts else values}}
+        for number, (name, values) in enumerate(calls)
+    ]  # fmt: skip
+    asked = {"role": "user", "content": "QUESTION"}
+    text = write([asked, {"role": "assistant", "content": "", "tool_calls": made}], TOOLS, False)
+    text = text.rpartition("QUESTION")[2]
+    if form.opening:
+        text = text[text.index(form.opening) :]
+        return text[: text.rindex(form.closing) + len(form.closing)] if form.closing else text.removesuffix("<|end|>")
+    return text[text.index("{") : text.rindex("}") + 1]
+
+
+def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
+    """What is text and what is called, of a text in pieces."""
+    reader = ToolReader(form, schemas=SCHEMAS)
+    parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)] + [reader.push("", True)]
+    calls = [call["function"] for _, some in parts for call in some]
+    return "".join(words for words, _ in parts), [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_template_writes_is_learnt(name: str) -> None:
+    """Calls in pieces of any size, between words."""
+    write = writer(CHAT.replace("CALL", CALLS[name]))
+    form = learnt(write)
+    assert form is not None and form.texts == (name == "texts")
+    calls = [GO] if name == "objects alone" else [GO, LOOK]
+    text = replies(write, form, *calls)
+    for size in (1, 3, 7, 1000):
+        assert read(form, text, size) == ("", calls)
+        if form.opening:
+            assert read(form, f"Well.{text}", size) == ("Well.", calls)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_forced_calls_are_written_as_the_template_does(name: str, special: bool) -> None:
+    """The grammar takes them, and nothing that the schema does not allow."""
+    write = writer(CHAT.replace("CALL", CALLS[name]))
+    form = learnt(write)
+    assert form is not None
+    text = replies(write, form, GO)
+    tokenizer = marked_tokenizer(
+        [form.opening, form.closing] if special and form.opening and form.closing else [], special
+    )
+    offered = [FunctionTool.model_validate(tool) for tool in TOOLS]
+    matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=True, several=True)
+    for said, right in (
+        (text, True), (text.replace("go_far", "go_out"), False), (text.replace("steps", "miles"), False),
+        (text.replace("12", "many"), False),
+    ):  # fmt: skip
+        ids = tokenizer(said)["input_ids"]
+        assert (matcher.validate_tokens([*ids, 0]) == len(ids) + 1) == right, said
+
+
+@pytest.mark.parametrize(
+    "call", ["", "{{ f.name }}", "<call>{{ f.name | upper }} {{ f.arguments | tojson }}</call>",
+             "<call>{{ f.name }} {{ f.arguments | tojson | replace('2', '3') }}</call>"],
+)  # fmt: skip
+def test_what_does_not_say_the_calls_is_not_learnt(call: str) -> None:
+    assert learnt(writer(CHAT.replace("CALL", call))) is None
+
+
+THOUGHTS = {
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}": ("<think>", "</think>"),
+    "<think>{{ m.thinking }}</think>": ("<think>", "</think>"),
+    "<|channel>thought\n{{ m.reasoning_content }}\n<channel|>": ("<|channel>thought", "<channel|>"),
+    "[THINK]{{ m.reasoning_content }}[/THINK]": ("[THINK]", "[/THINK]"),
+    "": None,
+}
+
+
+@pytest.mark.parametrize("written", THOUGHTS)
+def test_marks_of_thoughts_are_learnt(written: str) -> None:
+    assert (
+        learnt_thoughts(writer(CHAT.replace('{{ m.content or "" }}', written + "{{ m.content }}"))) == THOUGHTS[written]
+    )
+
+
+# ---------------------------------------------------------------- templates of real models
+
+NOT_LEARNT = {
+    "Kimi-K2-Instruct", "Kimi-K2-Thinking",  # they append to a list, which the sandbox refuses
+    "llama-cpp-deepseek-r1", "fireworks-ai-llama-3-firefunction-v2",  # they fail with any tools
+    "HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B", "LFM2.5-Instruct", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+    "ibm-granite-granite-3.3-2B-Instruct",  # they leave earlier calls out
+    "google-gemma-2-2b-it", "llama-cpp-rwkv-world", "microsoft-Phi-3.5-mini-instruct",  # they know no tools
+    "Kimi-K3", "meetkai-functionary-medium-v3.2", "muse-glimmer",  # every part of a reply has a head
+}  # fmt: skip
+
+
+def test_templates_of_real_models() -> None:
+    """Each but a few is learnt, and what it writes is read."""
+    folder = real("llama.cpp/models/templates")
+    found = set[str]()
+    for path in sorted(Path(folder).glob("*.jinja")):
+        write = writer(path.read_text(encoding="utf-8"))
+        form = learnt(write)
+        if form is None:
+            found.add(path.stem)
+            continue
+        if (known := listed_format(path.read_text(encoding="utf-8"))) is not None and known.channels:
+            continue
+        text = replies(write, form, GO)
+        for size in (1, 3, 7, 1000):
+            assert read(form, text, size)[1] == [GO], path.stem
+    assert found == NOT_LEARNT
+
+
+# ---------------------------------------------------------------- tools in words
+
+PLAIN = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+)
+STRICT = "{{ raise_exception('no system') if messages[0].role == 'system' }}" + PLAIN
+ASKED = {"role": "user", "content": "How is the sea?"}
+CALL = {"id": "x", "type": "function", "function": {"name": "look", "arguments": {"far": True}}}
+
+
+def test_calls_and_results_become_words() -> None:
+    messages = [
+        {"role": "system", "content": "Be kind."}, ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "wide", "tool_call_id": "x"}, {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    system, asked, called, result = told(messages, TOOLS, system=True)
+    assert system["content"].startswith("Be kind.\n\nYou can call functions") and '"go_far"' in system["content"]
+    assert asked == ASKED and called == {"role": "assistant", "content": '{"name": "look", "arguments": {"far": true}}'}
+    assert result == {"role": "user", "content": "Result of look: wide\n\nAnd?"}
+    assert told([ASKED], TOOLS, system=True)[0]["role"] == "system"
+    (only,) = told([ASKED], TOOLS, system=False)
+    assert only["role"] == "user" and only["content"].endswith("How is the sea?") and '"look"' in only["content"]
+    assert told([ASKED], [], system=True) == [ASKED]
+
+
+@pytest.mark.parametrize("template", [PLAIN, STRICT])
+def test_a_template_without_tools_has_the_general_form(template: str) -> None:
+    reader = BodyReader(toy_llm("none", template=template), ServerConfig(served_name="toy"))
+    asked = {"model": "toy", "messages": [ASKED], "tools": TOOLS}
+    (job,) = reader.chat(ChatRequest.model_validate(asked))
+    assert reader.calls is GENERAL and job.reply.tools is GENERAL
+    text = reader._llm.tokenizer.decode(job.prompt)
+    assert '"go_far"' in text and text.index("go_far") < text.index("How is the sea?")
+    (plain,) = reader.chat(ChatRequest.model_validate({"model": "toy", "messages": [ASKED]}))
+    assert len(plain.prompt) < len(job.prompt)
+
+
+def test_without_a_template_tools_are_refused() -> None:
+    reader = BodyReader(toy_llm("none", template=None), ServerConfig(served_name="toy"))
+    with pytest.raises(ApiError, match="no chat template"):
+        reader.chat(ChatRequest.model_validate({"model": "toy", "messages": [ASKED], "tools": TOOLS}))
+
+
+def test_thoughts_are_told_apart_by_the_marks_of_the_template() -> None:
+    template = PLAIN.replace("{{ m.content }}", "[THINK]{{ m.reasoning_content }}[/THINK]{{ m.content }}")
+    for text, marks in ((template, ("[THINK]", "[/THINK]")), (PLAIN + "{#</think>#}", THINK), (PLAIN, None)):
+        reader = BodyReader(toy_llm("none", template=text), ServerConfig(served_name="toy"))
+        assert reader.thoughts == marks
+        (job,) = reader.chat(ChatRequest.model_validate({"model": "toy", "messages": [ASKED]}))
+        assert (job.reply.reasoning is None) == (marks is None) and job.reply.marks == (marks or THINK)
