@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -331,9 +332,10 @@ def test_ranks_of_rounds_in_the_kernels_are_those_of_python(
             drafter.told.clear()
             done = llm.generate(PROMPTS, wanted)
         assert bool(watched.native) == able
-        found.append(([out.token_ids for out in done], [tokens for tokens, _ in drafter.told]))
-    assert found[0] == found[1]
-    assert len(found[0][1]) > 75
+        found.append(([out.token_ids for out in done], Counter(tuple(tokens) for tokens, _ in drafter.told)))
+    (texts_of_python, told), (texts_of_kernels, some) = found
+    assert texts_of_python == texts_of_kernels and some <= told
+    assert 75 < told.total() <= some.total() + len(PROMPTS), "but for a row at the end of each text"
 
 
 def test_hidden_states_are_those_of_the_round(monkeypatch: pytest.MonkeyPatch) -> None:

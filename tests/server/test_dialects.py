@@ -236,7 +236,7 @@ def test_what_a_template_is_told() -> None:
             for more in ({}, {"thinking": {"type": "disabled"}}):
                 asked = CountRequest.model_validate(body | more).chat(server.bodies.template)
                 (job,) = server.bodies.chat(asked)
-                assert "tool: error: no network" in server.llm.tokenizer.decode(job.prompt)
+                assert "Result of weather: error: no network" in server.llm.tokenizer.decode(job.prompt)
                 counted = web.post(f"{url}/v1/messages/count_tokens", json=body | more).json()["input_tokens"]
                 assert counted == len(job.prompt)
                 counts.append(counted)
