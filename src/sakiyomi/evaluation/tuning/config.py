@@ -19,8 +19,8 @@ class PairConfig(TargetSettings):
 
     Attributes:
         draft: drafter to consider (again for each), beside those that need nothing but the target: none,
-            prompt-lookup, suffix, ngram, recycle+suffix+prompt-lookup, its own first layers, itself in 8 bits, the
-            draft and heads that belong to it.
+            prompt-lookup, suffix, ngram, recycle+suffix+prompt-lookup, its own first layers, itself in 8 and in
+            4 bits, the draft and heads that belong to it.
         drafts: folder of candidates, each a folder with a small model; unusable ones are listed with the reason.
         prompts: file of prompts: one a line, or .jsonl with text, prompt, turns or a chat (messages, conversations). A
             model with a chat template gets a text as a message. By default instructions, or beginnings of stories for
