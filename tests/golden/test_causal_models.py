@@ -65,6 +65,7 @@ def test_rows_of_another_version_are_not_kept(monkeypatch: pytest.MonkeyPatch, t
     before = json.dumps({"transformers": "5.0.0"}) + "\n" + json.dumps({"type": "blt"}) + "\n"
     table.write_text(before, encoding="utf-8")
     monkeypatch.setattr(causal_models, "TABLE", table)
+    monkeypatch.setattr(causal_models, "PAGE", tmp_path / "models.md")
     monkeypatch.setattr(causal_models, "rows", lambda: rows(table))
     with pytest.raises(ValueError, match=r"that of .*5\.0\.0.* run all types"):
         causal_models.main(["blt"])
