@@ -32,7 +32,7 @@ class HiddenStates:
 
     def __init__(self, backbone: Backbone, folder: Path, limit_bytes: int = 0) -> None:
         self._backbone = backbone
-        self._kept = KeptRows(folder, limit_bytes)
+        self._kept = KeptRows(folder, limit_bytes, torch.bfloat16)
         self.close = self._kept.close
         self.computed = self.found = 0
 
@@ -42,7 +42,7 @@ class HiddenStates:
             (found,), computed = self._kept.get(ids, self._compute, CHUNK_ROWS)
         self.computed += computed
         self.found += len(ids) - computed
-        return found
+        return found.to(self._backbone.weight.dtype)
 
     def _compute(self, rows: Tensor) -> Sequence[Tensor]:
         return [self._backbone(rows)]

@@ -32,9 +32,11 @@ class KeptRows:
     Args:
         folder: holds the file.
         limit_bytes: of the file; 0: no file, and nothing is kept. If the disk is full earlier, what fits is kept.
+        dtype: of the numbers there; None: their own.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, limit_bytes: int, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self._file = tempfile.TemporaryFile(dir=folder) if limit_bytes else None  # noqa: SIM115
         self._limit, self._end = limit_bytes, 0
         self._places: dict[bytes, tuple[int, list[tuple[torch.dtype, torch.Size]]]] = {}
@@ -62,12 +64,15 @@ class KeptRows:
                 fresh[index] = row
                 self.keep(keys[index], row)
         found = [fresh[index] if index in fresh else self.read(key) for index, key in enumerate(keys)]
-        return [torch.stack(parts).to(ids.device) for parts in zip(*found, strict=True)], len(missing)
+        # Types and devices may be mixed: kept rows are in the main memory.
+        parts = [[part.to(ids.device) for part in row] for row in zip(*found, strict=True)]
+        return [torch.stack(part) for part in parts], len(missing)
 
     def keep(self, key: bytes, tensors: Sequence[Tensor]) -> None:
         """Store the tensors of a row, unless there is no room left."""
         if self._file is None or key in self._places:
             return
+        tensors = [tensor.to(self._dtype or tensor.dtype) for tensor in tensors]
         content = b"".join(
             tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors
         )
