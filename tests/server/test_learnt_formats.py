@@ -15,10 +15,11 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.server.bodies import BodyReader
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.fields import value_of
 from sakiyomi.server.general_tools import GENERAL, told
 from sakiyomi.server.grammar import Grammars
 from sakiyomi.server.learnt_format import Write, learnt, learnt_thoughts
-from sakiyomi.server.schema import ChatRequest, FunctionTool
+from sakiyomi.server.schema import ChatRequest, FunctionTool, TokenizeRequest
 from sakiyomi.server.thoughts import THINK
 from sakiyomi.server.tools import ToolFormat, ToolReader, listed_format
 from server_toys import marked_tokenizer, toy_llm
@@ -55,6 +56,7 @@ CALLS = {
     "a list": inside("<calls>[", "]</calls>", NAMED + COMMA),
     "a name as a field": inside("<calls>[", "]</calls>", f'{{"{NAME}": {ARGUMENTS}}}' + COMMA),
     "a number in an object": inside("<a>[", "]</a>", NUMBERED),
+    "more fields": inside("<a>[", "]</a>", '{"type": "function", "level": 0, ' + NAMED[1:] + COMMA),
     "a name before an object": f"[CALLS]{NAME}[ARGS]{ARGUMENTS}",
     "calls with marks of their own": inside("<calls>", "</calls>", f"<call>{NAME}<sep>{ARGUMENTS}</call>"),
     "numbers": inside("<calls>", "</calls>", f"<call>do.{NAME}:{{{{ loop.index0 }}}}<sep>{ARGUMENTS}</call>"),
@@ -170,6 +172,20 @@ def test_what_does_not_say_the_calls_is_not_learnt(call: str) -> None:
     assert learnt(writer(CHAT.replace("CALL", call))) is None
 
 
+@pytest.mark.parametrize(("most", "right"), [(0, "[]"), (1, "['a']"), (2, "['a', 'b']")])
+def test_lists_as_in_python_are_no_longer_than_the_schema_says(most: int, right: str) -> None:
+    form = learnt(writer(CHAT.replace("CALL", CALLS["as in Python"])))
+    assert form is not None
+    wanted = {"type": "array", "items": {"type": "string"}, "maxItems": most}
+    parameters = {"type": "object", "properties": {"by": wanted}, "required": ["by"]}
+    offered = FunctionTool.model_validate({"type": "function", "function": {"name": "go", "parameters": parameters}})
+    tokenizer = marked_tokenizer([])
+    matcher = Grammars(tokenizer, 320, [0]).of_tools([offered], form, forced=True, several=False)
+    for by, fits in ((right, True), ("['a', 'b', 'c']", False)):
+        ids = tokenizer(f"<calls>[go(by={by})]</calls>")["input_ids"]
+        assert (matcher.validate_tokens([*ids, 0]) == len(ids) + 1) == fits
+
+
 THOUGHTS = {
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}": ("<think>", "</think>"),
     "<think>{{ m.thinking }}</think>": ("<think>", "</think>"),
@@ -239,6 +255,42 @@ def test_calls_and_results_become_words() -> None:
     (only,) = told([ASKED], TOOLS, system=False)
     assert only["role"] == "user" and only["content"].endswith("How is the sea?") and '"look"' in only["content"]
     assert told([ASKED], [], system=True) == [ASKED]
+    seen = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
+    (both,) = told([seen], TOOLS, system=False)
+    assert both["content"][-2:] == seen["content"] and "go_far" in both["content"][0]["text"]
+
+
+def test_a_number_of_a_call_may_be_a_number() -> None:
+    """Models write what templates put in quotes without them, too."""
+    written = '{"number": "{number}", "name": "{name}", "arguments": {arguments}}'
+    form = ToolFormat("toy", (), "<a>", "</a>", call=written, id="{name}:{number}")
+    _, (call,) = ToolReader(form).push('<a>{"number": 3, "name": "look", "arguments": {}}</a>', True)
+    assert call["id"] == "look:3"
+
+
+def test_the_tokens_of_a_conversation_are_those_of_its_reply() -> None:
+    """Of one with calls too, which become words."""
+    reader = BodyReader(toy_llm("none", template=PLAIN), ServerConfig(served_name="toy"))
+    call = CALL | {"function": {"name": "look", "arguments": '{"far": true}'}}
+    messages = [
+        ASKED,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "wide", "tool_call_id": "x"},
+    ]
+    (job,) = reader.chat(ChatRequest.model_validate({"messages": messages}))
+    assert reader.tokenize(TokenizeRequest.model_validate({"messages": messages})) == job.prompt
+    assert "Result of look: wide" in reader._llm.tokenizer.decode(job.prompt)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [("boolean", "True", True), ("array", "['a', 1]", ["a", 1]), ("array", "{1, 2}", "{1, 2}"),
+     ("object", "{1: {2}}", "{1: {2}}"), ("null", "None", None), (["string", "array"], "(1, 2)", "(1, 2)"),
+     ("array", "b'x'", "b'x'"), ("number", "", "")],
+)  # fmt: skip
+def test_values_as_python_writes_them(kind: Any, text: str, value: Any) -> None:
+    """Where no text is allowed; what JSON does not have stays as it was written."""
+    assert value_of(text, {"properties": {"a": {"type": kind}}}, "a") == value
 
 
 @pytest.mark.parametrize("template", [PLAIN, STRICT])
@@ -246,7 +298,7 @@ def test_a_template_without_tools_has_the_general_form(template: str) -> None:
     reader = BodyReader(toy_llm("none", template=template), ServerConfig(served_name="toy"))
     asked = {"model": "toy", "messages": [ASKED], "tools": TOOLS}
     (job,) = reader.chat(ChatRequest.model_validate(asked))
-    assert reader.calls is GENERAL and job.reply.tools is GENERAL
+    assert reader.form.calls is GENERAL and job.reply.tools is GENERAL
     text = reader._llm.tokenizer.decode(job.prompt)
     assert '"go_far"' in text and text.index("go_far") < text.index("How is the sea?")
     (plain,) = reader.chat(ChatRequest.model_validate({"model": "toy", "messages": [ASKED]}))
@@ -263,6 +315,6 @@ def test_thoughts_are_told_apart_by_the_marks_of_the_template() -> None:
     template = PLAIN.replace("{{ m.content }}", "[THINK]{{ m.reasoning_content }}[/THINK]{{ m.content }}")
     for text, marks in ((template, ("[THINK]", "[/THINK]")), (PLAIN + "{#</think>#}", THINK), (PLAIN, None)):
         reader = BodyReader(toy_llm("none", template=text), ServerConfig(served_name="toy"))
-        assert reader.thoughts == marks
+        assert reader.form.thoughts == marks
         (job,) = reader.chat(ChatRequest.model_validate({"model": "toy", "messages": [ASKED]}))
         assert (job.reply.reasoning is None) == (marks is None) and job.reply.marks == (marks or THINK)

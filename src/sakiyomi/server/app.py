@@ -305,7 +305,7 @@ class Server:
             "drafters": list(self.bodies.parts),
             "draft": self._draft_model(),
             "chat_template": self.bodies.has_template,
-            "tools": None if self.bodies.calls is None else self.bodies.calls.models,
+            "tools": None if self.bodies.form.calls is None else self.bodies.form.calls.models,
             "audio": self.bodies.hears,
             "images": self.bodies.blind is None and self.bodies.has_template,
         }

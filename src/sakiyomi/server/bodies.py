@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +18,13 @@ from sakiyomi.core.tokens import token_places
 from sakiyomi.engine.chat_template import Dialogue, Ending, Rendering, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
+from sakiyomi.server.chat_form import ChatForm
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request, no_model, unsupported
 from sakiyomi.server.escapes import Matcher
-from sakiyomi.server.general_tools import GENERAL, told
 from sakiyomi.server.grammar import Constraint, Grammars, Penalties
 from sakiyomi.server.jobs import Echo, Job, Reply
-from sakiyomi.server.learnt_format import learnt, learnt_thoughts
 from sakiyomi.server.schema import (
     Ask,
     ChatRequest,
@@ -39,8 +37,8 @@ from sakiyomi.server.schema import (
     Speculation,
     TokenizeRequest,
 )
-from sakiyomi.server.thoughts import ENDS, THINK, ThoughtMarks, ends_inside
-from sakiyomi.server.tools import ToolFormat, in_channels, listed_format, shown
+from sakiyomi.server.thoughts import ENDS, THINK, ends_inside
+from sakiyomi.server.tools import ToolFormat, shown
 
 if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
@@ -152,8 +150,8 @@ class BodyReader:
         self.drafter = None if llm.draft is None else llm.draft.name
         self.parts = () if llm.draft is None else llm.draft.parts  # of which a request may choose one
         self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template), processor=llm.processor)
-        self._channels = in_channels(self.template)
-        self._ends = [] if self._channels is None else [*shown(ENDS, llm.tokenizer)]
+        self.form = ChatForm(self._dialogue)
+        self._ends = [] if self.form.channels is None else [*shown(ENDS, llm.tokenizer)]
         self._budget = llm.recipe()["kv_budget"]
         self._room = Room(llm.max_context, max(map(len, llm.tokenizer.get_vocab()), default=1))
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
@@ -199,50 +197,21 @@ class BodyReader:
         self._check_count(body.n, "n")
         messages = self._messages(body.messages)
         tools, offered, matcher, form = self._tools(body)
-        ending = ending_of(body, messages, in_channels=self._channels is not None and matcher is not None)
-        described = [tool.model_dump(exclude_none=True) for tool in tools]
-        called = any(message.tool_calls or message.role == "tool" for message in body.messages)
-        if (described or called) and self.calls is GENERAL:
-            messages, described = told(messages, described, system=self._takes_system), []
-        tokens, source = self._read(messages, described, body, ending)
+        ending = ending_of(body, messages, in_channels=self.form.channels is not None and matcher is not None)
+        given, described = self.form.in_words(messages, [tool.model_dump(exclude_none=True) for tool in tools])
+        tokens, source = self._read(given, described, body, ending)
         limit = self._room.limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
         begun = str(messages[-1]["content"]) if ending == "begun" else ""
         schemas = {tool.function.name: tool.function.parameters for tool in offered}
-        reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun), self.thoughts or THINK)
+        reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun), self.form.thoughts or THINK)
         jobs = self._jobs(body, tokens, limit, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.reply, job.source = index, reply, source
         return jobs
 
-    @cached_property
-    def calls(self) -> ToolFormat | None:
-        """How the model writes calls of tools; None: it has no chat template."""
-        if not self.template:
-            return None
-
-        return self._channels or learnt(self._write) or listed_format(self.template) or GENERAL
-
-    @cached_property
-    def thoughts(self) -> ThoughtMarks | None:
-        """What stands around the model's thoughts; None: it has none that could be told apart."""
-        if not self.template:
-            return None
-        return learnt_thoughts(self._write) or (THINK if THINK.closing in self.template else None)
-
-    def _write(self, messages: Sequence[Any], tools: Sequence[Any], new: bool) -> str:
-        return self._dialogue.rendered(messages, Rendering(tools, ending="new" if new else "none"))
-
-    @cached_property
-    def _takes_system(self) -> bool:
-        """Whether the template writes a system message."""
-        said = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "QUESTION"}]
-        with suppress(InputError):
-            return "SYSTEM" in self._dialogue.rendered(said)
-        return False
-
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         called = any(message.tool_calls for message in messages)
-        return as_template_takes(messages, texts=called and self.calls is not None and self.calls.texts)
+        return as_template_takes(messages, texts=called and self.form.calls is not None and self.form.calls.texts)
 
     def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
         """Whether the new text begins inside thoughts; None: thoughts are not separated from the reply.
@@ -250,14 +219,14 @@ class BodyReader:
         A reply under a grammar has no thoughts.
         """
         formed = body.response_format is not None and body.response_format.type != "text"
-        if self._channels is not None:
+        if self.form.channels is not None:
             return None if body.reasoning_format == "none" else False
         forced = body.tool_choice not in (None, "none", "auto")
-        if body.reasoning_format == "none" or formed or forced or self.thoughts is None:
+        if body.reasoning_format == "none" or formed or forced or self.form.thoughts is None:
             return None
         if begun:
-            return ends_inside(begun, self.thoughts) or None
-        return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(self.thoughts.opening)
+            return ends_inside(begun, self.form.thoughts) or None
+        return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(self.form.thoughts.opening)
 
     def _read(
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
@@ -290,7 +259,8 @@ class BodyReader:
                 raise bad_request("an image is no text; leave it out to have the rest tokenized", "messages")
             with _blaming("messages"):
                 messages = self._messages(body.messages)
-                return self._dialogue.read(messages, Rendering(ending=ending_of(body, messages)))
+                given, _ = self.form.in_words(messages)
+                return self._dialogue.read(given, Rendering(ending=ending_of(body, messages)))
         if body.continue_final_message or not body.add_generation_prompt:
             field = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
             raise bad_request(f"{field} is about messages, and this is a prompt; leave it out", field)
@@ -375,7 +345,7 @@ class BodyReader:
                 "response_format has a json_schema where its type is json_schema, and only there", "response_format"
             )
         schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
-        channels = self._channels if isinstance(body, ChatRequest) else None
+        channels = self.form.channels if isinstance(body, ChatRequest) else None
         return self._grammars.of_reply(schema, channels, "response_format")
 
     def _tools(
@@ -386,10 +356,10 @@ class BodyReader:
             raise bad_request("tool_choice needs tools", "tool_choice")
         choice = body.tool_choice or "auto"
         if not body.tools or choice == "none":
-            return body.tools or (), (), self._format(body), self._channels
+            return body.tools or (), (), self._format(body), self.form.channels
         if body.response_format is not None and body.response_format.type != "text":
             raise bad_request("tools and response_format cannot be combined; send one of them", "response_format")
-        if (form := self.calls) is None:
+        if (form := self.form.calls) is None:
             raise unsupported(
                 "the model has no chat template that could describe tools to it; leave tools out", "tools"
             )

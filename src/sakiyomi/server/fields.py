@@ -133,10 +133,11 @@ def value_of(text: str, root: Mapping[str, Any], key: str) -> Any:
     if allowed == {"string"}:
         return text
     value: Any = text
-    for read in (json.loads, ast.literal_eval):  # templates show values as Python writes them, and models learn that
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            value = read(text)
-            break
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+    if value is text and "string" not in allowed:  # templates show values as Python writes them, and models learn that
+        with suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            value = json.loads(json.dumps(ast.literal_eval(text)))  # a TypeError: JSON has no such value
     return value if not isinstance(value, str) and kind_of(value) in allowed else text
 
 

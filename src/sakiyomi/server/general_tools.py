@@ -37,9 +37,9 @@ def told(
             said["content"] = "\n".join(filter(None, [said["content"], *map(_called, calls)]))
         if said["role"] == "tool":
             name = names.get(said.pop("tool_call_id", ""), said.pop("name", "a function"))
-            said = {"role": "user", "content": f"Result of {name}: {_text(said['content'])}"}
+            said = {"role": "user", "content": _joined(f"Result of {name}: ", said["content"])}
         if found and found[-1]["role"] == said["role"] == "user":  # templates want users and assistants by turns
-            said = {"role": "user", "content": f"{_text(found.pop()['content'])}\n\n{_text(said['content'])}"}
+            said = {"role": "user", "content": _joined(found.pop()["content"], "\n\n", said["content"])}
         found.append(said)
     if not tools:
         return found
@@ -49,9 +49,9 @@ def told(
     first = next((number for number, message in enumerate(found) if message["role"] == role), None)
     if first is None:
         return [{"role": role, "content": words}, *found]
-    told_there = _text(found[first]["content"])
-    both = [told_there, words] if system else [words, told_there]
-    found[first] = found[first] | {"content": "\n\n".join(filter(None, both))}
+    own = found[first]["content"]
+    both = _joined(own, "\n\n" if own else "", words) if system else _joined(words, "\n\n", own)
+    found[first] = found[first] | {"content": both}
     return found
 
 
@@ -60,8 +60,9 @@ def _called(call: Mapping[str, Any]) -> str:
     return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
 
 
-def _text(content: Any) -> str:
-    """The text of what a message says; images have no place in it."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content or ())
+def _joined(*contents: Any) -> Any:
+    """What messages say, as one: a text, or parts where one of them has images."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(contents)
+    parts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
+    return [part for some in parts for part in some]

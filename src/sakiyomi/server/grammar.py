@@ -217,13 +217,13 @@ class _Lark:
     def calls(self, tools: Sequence[FunctionTool], several: bool) -> str:
         """``body``: the text after the opening."""
         form = self._form
-        gap = f"/{LAYOUT_GAP}/" if form.pairs is None else ""
-        comma = f'"," {gap}' if gap else '", "'
-        call = "call" + (f" ({comma} call){{0,{MOST_CALLS - 1}}}" if form.listed and several else "")
-        if form.apart:  # objects may stand in lines of their own
-            call = f"({gap} call {gap}){{1,{MOST_CALLS if several else 1}}}" if form.call.startswith("{") else call
-            call = f"call{{1,{MOST_CALLS}}}" if several and call == "call" else call
-        call = f'"[" {gap} {call} {gap} "]"' if form.listed else call
+        gap = f"/{LAYOUT_GAP}/" if form.is_object else ""  # objects may stand in lines of their own
+        more = MOST_CALLS - 1 if several else 0
+        call = f"({gap} call {gap}){{1,{more + 1}}}" if form.apart else "call"
+        if form.listed:
+            comma = f'"," {gap}' if gap else '", "'
+            call = f"call ({comma} call){{0,{more}}}" if more else "call"
+            call = f'"[" {gap} {call} {gap} "]"'
         pad = f"/{json.dumps(form.pad)[1:-1]}?/" if form.pad else ""
         lark = f"body: {pad} {call} {f'{pad} {self._words(form.closing)}' if form.closing else ''}\n"
         lark += _one_of(tools)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sakiyomi.server.fields import resolved
 from sakiyomi.server.notations import Inline
-from sakiyomi.server.pair_rules import NOTES, Words, refused
+from sakiyomi.server.pair_rules import NOTES, Words, plain_object, refused
 
 _NUMBERS = {
     "integer": "/-?(0|[1-9][0-9]{0,17})/",
@@ -17,7 +17,7 @@ _NUMBERS = {
 _KINDS = ("string", "number", "boolean", "null", "array", "object")
 _KNOWN = NOTES | {
     "enum", "const", "anyOf", "oneOf", "items", "properties", "required", "additionalProperties", "minItems",
-    "maxItems", "minLength", "maxLength", "$ref", "$defs", "definitions", "format",
+    "maxItems", "minLength", "maxLength", "$ref", "$defs", "definitions",
 }  # fmt: skip
 _DEPTH = 8
 
@@ -36,7 +36,6 @@ class InlineRules:
         self._notation, self._words = notation, words
         quote, special = notation.quote, words(notation.quote).startswith("<[")
         self._between = words(notation.between)
-        self._text = "inline_text"
         if special:
             text = f"{words(quote)} /(.|\\n)*/ {words(quote)}"
         elif len(quote) == 1:
@@ -65,9 +64,7 @@ class InlineRules:
         Raises:
             ApiError: the schema cannot be enforced in this notation.
         """
-        root = resolved(schema, schema)
-        if not isinstance(root, Mapping) or root.keys() & {"anyOf", "oneOf", "allOf"}:
-            raise refused(field, "writes arguments by name, and parameters are no plain object")
+        root = plain_object(schema, field, "by name")
         if not root.get("properties") and root.get("additionalProperties") is not False:
             pair = f"/[A-Za-z_][A-Za-z0-9_]*/ {self._words(self._notation.assign)} inline_any"
             return f"{call}_arguments: ({pair} ({self._between} {pair})*)?\n"
@@ -103,12 +100,14 @@ class InlineRules:
         if kind == "string":
             if found.keys() & {"minLength", "maxLength"}:
                 raise refused(field, "writes texts as they are, without minLength and maxLength")
-            return self._text
+            return "inline_text"
         if kind == "array":
             item = self._value(found.get("items", {}), root, field, depth + 1)
             least, most = int(found.get("minItems", 0)), found.get("maxItems")
             if most is not None and int(most) == 0:
                 return '"[" "]"'
+            if most is not None and int(most) == 1:
+                return f'"[" ({item}){"" if least else "?"} "]"'
             more = f"({self._comma} {item}){{{max(least - 1, 0)},{'' if most is None else int(most) - 1}}}"
             return f'"[" ({item} {more}){"" if least else "?"} "]"'
         if not found.get("properties"):

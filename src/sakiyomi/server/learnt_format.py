@@ -287,15 +287,13 @@ def _notations(replies: _Replies, before: str, named: str, after: str) -> Iterat
         return
     kinds = {}
     if named != plain:
+        start = len(_same(named, plain))
         for kind, value in KINDS.items():
             written = replies.of((FIRST, {"argone": value}))
-            written = written[written.index("argone") + len("argone") :]
-            start = len(_same(named, plain))
-            typed = re.match(r"\w+", written[start:])
+            typed = re.match(r"\w+", written[written.index("argone") + len("argone") + start :])
             if typed is None:
                 return
             kinds[kind] = typed[0]
-        start = len(_same(named, plain))
         named = named[:start] + KIND + named[start + len(kinds["string"]) :]
     pad = "\n" if named.endswith("\n") and after.startswith("\n") else ""
     named = named[: len(named) - len(pad)]

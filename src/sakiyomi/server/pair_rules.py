@@ -45,9 +45,7 @@ class PairRules:
         Raises:
             ApiError: the schema cannot be enforced in plain text.
         """
-        root = resolved(schema, schema)
-        if not isinstance(root, Mapping) or root.keys() & {"anyOf", "oneOf", "allOf"}:
-            raise refused(field, "writes arguments one by one, and parameters are no plain object")
+        root = plain_object(schema, field, "one by one")
         names, rules = [], ""
         properties = root.get("properties", {})
         before = self._words(self._pairs.before)
@@ -117,6 +115,18 @@ def _anchored(pattern: str) -> str:
     inner = pattern[begins : len(pattern) - ends].replace("/", "\\/")
     anything = "(.|\\n)*"
     return f"/{'' if begins else anything}({inner}){'' if ends else anything}/"
+
+
+def plain_object(schema: Mapping[str, Any], field: str, how: str) -> Mapping[str, Any]:
+    """The schema of parameters that are written ``how``.
+
+    Raises:
+        ApiError: they are no plain object.
+    """
+    root = resolved(schema, schema)
+    if not isinstance(root, Mapping) or root.keys() & {"anyOf", "oneOf", "allOf"}:
+        raise refused(field, f"writes arguments {how}, and parameters are no plain object")
+    return root
 
 
 def refused(field: str, why: str) -> Exception:

@@ -62,6 +62,11 @@ class ToolFormat:
     channels: bool = False
 
     @property
+    def is_object(self) -> bool:
+        """Whether a call is one object of JSON."""
+        return self.pairs is None and self.call.startswith('{"')
+
+    @property
     def marks(self) -> list[str]:
         """Marks that may be single tokens."""
         if self.channels:
@@ -79,7 +84,7 @@ class ToolFormat:
         """The calls at the beginning of a text after the opening, and the rest; None: they are incomplete, or none."""
         calls: list[Found | None] = []
         rest = text
-        if self.listed and self.pairs is None:
+        if self.listed and self.is_object:
             values, rest = _value(text) or (None, "")
             calls = [self._object(each) for each in values] if isinstance(values, list) else [None]
         else:
@@ -101,7 +106,7 @@ class ToolFormat:
 
     def _call(self, text: str, schemas: Schemas) -> tuple[Found | None, str] | None:
         """The call at the beginning of a text, and the rest; None: it is incomplete, or none."""
-        if self.pairs is None and self.call.startswith('{"'):
+        if self.is_object:
             found = _value(text)
             return None if found is None else (self._object(found[0]), found[1])
         head, _, tail = map(_lenient, self.call.partition("{arguments}"))
@@ -123,7 +128,10 @@ class ToolFormat:
             return Found(*next(iter(value.items()))) if len(value) == 1 else None
         if not fields.keys() <= value.keys():
             return None
-        found = Found(**{part.strip("{}"): value[field] for field, part in fields.items()})
+        parts = {
+            part.strip("{}"): value[field] for field, part in fields.items() if part in _PARTS or part == ARGUMENTS
+        }
+        found = Found(**parts | {name: str(parts[name]) for name in ("number", "id") if name in parts})
         return found if isinstance(found.name, str) else None
 
 
@@ -146,6 +154,7 @@ class Found(NamedTuple):
     id: str = ""
 
 
+ARGUMENTS = "{arguments}"
 _MARK = re.compile(r"<[^<>{}\s]+>|\[[A-Z_]+\]")
 _PARTS = {
     "{name}": r"\s*(?P<name>[^<>\[\](){}\s](?:[^<>\[\](){}\n]*[^<>\[\](){}\s])?)\s*",

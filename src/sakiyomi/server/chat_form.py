@@ -1,0 +1,63 @@
+"""How a model writes calls and thoughts, as its chat template tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.engine.chat_template import Dialogue, Rendering
+from sakiyomi.server.general_tools import GENERAL, told
+from sakiyomi.server.learnt_format import learnt, learnt_thoughts
+from sakiyomi.server.thoughts import THINK, ThoughtMarks
+from sakiyomi.server.tools import ToolFormat, in_channels, listed_format
+
+
+class ChatForm:
+    """What is learnt from a template, when it is asked for first.
+
+    Args:
+        dialogue: has the template.
+
+    Attributes:
+        channels: the format of replies in channels; None: they are not.
+    """
+
+    def __init__(self, dialogue: Dialogue) -> None:
+        self._dialogue = dialogue
+        self.channels = in_channels(dialogue.template)
+
+    @cached_property
+    def calls(self) -> ToolFormat | None:
+        """How the model writes calls of tools; None: it has no chat template."""
+        if not (template := self._dialogue.template):
+            return None
+        return self.channels or learnt(self._write) or listed_format(template) or GENERAL
+
+    @cached_property
+    def thoughts(self) -> ThoughtMarks | None:
+        """What stands around the model's thoughts; None: it has none that could be told apart."""
+        if not (template := self._dialogue.template):
+            return None
+        return learnt_thoughts(self._write) or (THINK if THINK.closing in template else None)
+
+    def in_words(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        """Messages and tools for the template, without what it has no place for, see ``general_tools``."""
+        there = bool(tools) or any("tool_calls" in message or message["role"] == "tool" for message in messages)
+        if not there or self.calls is not GENERAL:
+            return messages, tools
+        return told(messages, tools, system=self._takes_system), ()
+
+    def _write(self, messages: Sequence[Any], tools: Sequence[Any], new: bool) -> str:
+        return self._dialogue.rendered(messages, Rendering(tools, ending="new" if new else "none"))
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        said = [{"role": "system", "content": "SYSTEM"}, {"role": "user", "content": "QUESTION"}]
+        with suppress(InputError):
+            return "SYSTEM" in self._dialogue.rendered(said)
+        return False
