@@ -35,6 +35,8 @@ from sakiyomi.train.progress import LONGEST_STEP_SECONDS, Progress, Reporter, Sc
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.workers import ALONE, Workers
 
+MEASURING = 1 / 20
+"""Most of a run's time that held-out measurements take, but the first and the last of them."""
 Watch = Callable[[Progress, float], bool]
 """Told the progress and the share of the budget that is spent; False: stop."""
 
@@ -81,7 +83,7 @@ class Learner(ABC):
 
     @abstractmethod
     def measures(self, model: Any) -> dict[str, dict[str, float]]:
-        """Held-out measures by file, taken every `eval_minutes` and at the end."""
+        """Held-out measures by file, taken every `eval_minutes`, or less often if they take long, and at the end."""
 
 
 class Loop:
@@ -132,6 +134,7 @@ class Loop:
     def _train(self, reporter: Reporter) -> None:
         leads = self.learner.workers.leads
         saved = measured = self.progress.seconds
+        took = 0.0
         self.model.train()
         while self._goes_on(reporter):
             self._maybe_grow(reporter)
@@ -139,8 +142,8 @@ class Loop:
             reporter.step(self.progress, self._clock() / self.schedule.end, scale)
             if not leads:
                 continue
-            if self.progress.seconds - measured >= self.config.eval_minutes * 60:
-                self._measure(reporter)
+            if self.progress.seconds - measured >= max(self.config.eval_minutes * 60, took / MEASURING):
+                took = self._measure(reporter)
                 measured = self.progress.seconds
                 if self.learner.watch is not None:
                     with reporter.paused():  # it may ask something
@@ -268,15 +271,17 @@ class Loop:
         self.learner.workers.spread(weights)
         return loss
 
-    def _measure(self, reporter: Reporter) -> None:
+    def _measure(self, reporter: Reporter) -> float:
+        """Measure, and tell it; the seconds that it took."""
         began = time.monotonic()
         measures = self.learner.measures(self.model)
-        progress = self.progress
-        progress.seconds += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
+        progress, took = self.progress, min(time.monotonic() - began, LONGEST_STEP_SECONDS)
+        progress.seconds += took
         progress.held_out.append(
             {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, "measures": measures}
         )
         reporter.measures(progress.step, measures)
+        return took
 
     def _maybe_grow(self, reporter: Reporter) -> None:
         if _depth(self.model) >= self.learner.grow_to:

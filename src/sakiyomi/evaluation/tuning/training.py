@@ -41,13 +41,17 @@ from sakiyomi.train.samples import Plan, by
 OWN = "instructions"
 ANSWERING = 0.25
 """Share of the minutes in which the target answers; the training has the others."""
-NEW_TOKENS, BATCH, MOST = 256, 32, 16384
-"""New tokens of an answer, answers of a batch, most answers."""
-ROW, STEP, UNROLL = 512, 512, 4
+NEW_TOKENS, BATCH, MOST = 256, 192, 16384
+"""New tokens of an answer, answers that are asked for at a time, most answers."""
+SLOTS = 64
+"""Answers that are written beside each other: with fewer, a pass writes fewer tokens a second."""
+ROW, STEP, UNROLL = 512, 1024, 4
 """Tokens of a row of text and of a step of the optimizer; draft steps of each place that an EAGLE head learns."""
 MEASURED_TEXTS, FIRST_FORECAST = 12, 2.0
 """Held-out answers, and minutes from one measurement on them to the next."""
 MOST_KEPT = 64
+KEPT_GIB = 8.0
+"""Of the target's hidden states on disk: those of some two million tokens of a small model."""
 Note = Callable[[str], None]
 Ask = Callable[[str], bool]
 
@@ -98,7 +102,7 @@ def train_drafter(config: PairConfig, note: Note, ask: Ask, quiet: Callable[[], 
     """
     source, measured = _read(config)
     note(f"loading {config.target}")
-    llm = load(config, "none", max_batch=BATCH, strict=True)
+    llm = load(config, "none", max_batch=SLOTS, strict=True)
     given, held = _split(config, llm, source, measured)
     own = fingerprint(llm.target.module, llm.tokenizer)
     folder = _folder(config, own)
@@ -271,7 +275,7 @@ def _settings(config: PairConfig, choice: Choice, costs: Costs, answers: Path, o
     if choice.kind == "draft":
         return common | {"cost": f"{choice.step / costs.plain:g}"}
     own = {"unroll": UNROLL} if choice.kind == "eagle" else {}
-    return common | own | {"speed": False}
+    return common | own | {"speed": False, "cache_gib": KEPT_GIB}
 
 
 def _watch(
