@@ -75,6 +75,8 @@ MUTATIONS = [Mutation(*row) for row in (
      "([] if parent < 0 else paths[parent])", "([] if parent < 0 else paths[i - 1])"),
     ("nodes-see-siblings", "mask", "kernels/cpu.cpp", "kernels/test_kernels.py",
      "row = block ? row - 1 : parent[row]) pass.path", "row = row - 1) pass.path"),
+    ("features-of-the-row-before", "mask", "kernels/growth.h", "golden/test_eagle.py",
+     "above < 0 ? 0 : 1 + (std::find(", "above < 0 ? 0 : (std::find("),
     ("siblings-at-other-positions", "mask", "kernels/cpu.cpp", "drafters/test_native_trees.py",
      "*position++ = s[2] - done + depths[i];", "*position++ = s[2] - done + i;"),
     ("window-one-wider", "sliding window", "kernels/attention.h", "kernels/test_kernels.py",

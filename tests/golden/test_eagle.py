@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.drafters import DrafterContext, parse_drafters
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
+from sakiyomi.drafters.native_trees import NativeTrees
 from sakiyomi.drafters.ngram_file import write_tables
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
@@ -100,6 +102,42 @@ def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], 
     done = rounds(write(tmp_path / "head", head(name)))
     assert len(done) > NEW
     assert not others(done, expected(name))
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"temperature": 0.9, "seed": 3},
+    "ratio": {"temperature": 0.9, "top_k": 20, "seed": 3, "acceptance": "ratio"},
+}
+
+
+@pytest.mark.skipif(native() is None, reason="the kernels are not available")
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("some tokens", "greedy"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in product(("some tokens", "3.1"), SAMPLED)),
+    ],
+)
+def test_kernels_grow_the_trees_of_python(
+    name: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, grow, passes = _folder(tmp_path, name), NativeTrees.grow, [0]
+
+    def counted(*given: Any) -> int | None:
+        done = grow(*given)
+        passes[0] += done or 0
+        return done
+
+    for size in (SIZES[1], SIZES[3]) if rule == "ratio" else (SIZES[1],):
+        found = []
+        for kernels in (False, True):
+            monkeypatch.setattr(NativeTrees, "grow", counted if kernels else lambda *given: None)
+            llm, asked = llm_of(f"eagle:{folder}", compile="auto"), params(**size, **SAMPLED[rule])
+            out = llm.generate(PROMPTS, asked, rounds_trace=True)
+            found.append([(one.token_ids, [(e.tokens, e.parents) for e in one.rounds_trace or []]) for one in out])
+        assert found[0] == found[1]
+    assert passes[0] > NEW / 2, "the kernels grew nothing"
 
 
 @pytest.mark.thorough

@@ -55,12 +55,12 @@ class FedTree(DraftTreeState):
 
 
 class FedReader(TreeReader):
-    """Grows trees whose rows read features, see ``FedTree``, in Python: the kernels know no features."""
+    """Grows trees whose rows read features, see ``FedTree``."""
 
     state = FedTree
 
     def __init__(self, head: FeatureHead, vocab_size: int) -> None:
-        super().__init__(head.model, vocab_size)
+        super().__init__(head.model, vocab_size, head.fed)
         self._head = head
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:

@@ -18,11 +18,11 @@ from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.trees import Builder, CandidateTree
-from sakiyomi.model_executor.kernel_rounds import KernelRounds
+from sakiyomi.model_executor.kernel_rounds import FedRows, KernelRounds
 from sakiyomi.model_executor.runner import ModelRunner
 
 _ASKED = struct.Struct("=9q6d")  # Asked in round.h
-_ROOT = struct.Struct("=5q3d2Qq")  # Root in growth.h
+_ROOT = struct.Struct("=6q3d2Qq")  # Root in growth.h
 _SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
@@ -83,11 +83,12 @@ class NativeTrees:
     Args:
         model: the draft model.
         vocab_size: of the target.
+        fed: rows of the model's passes read hidden states beside their tokens.
     """
 
-    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
-        self._model, self._width = model, vocab_size
-        self._rounds = KernelRounds(model, None, vocab_size)
+    def __init__(self, model: ModelRunner, vocab_size: int, fed: FedRows | None = None) -> None:
+        self._model, self._width, self._fed = model, vocab_size, fed
+        self._rounds = KernelRounds(model, None, vocab_size, fed=fed)
         self._grown = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_double)()
         self._tables: list[Tensor] = []  # of the requests of a round, (places, V): new memory costs more than its use
 
@@ -103,15 +104,15 @@ class NativeTrees:
         """
         sizes: list[TreeSize] = []
         for number, state in enumerate(states):
-            size = _size_of(number, state)
+            size = self._size_of(number, state)
             if size is None:
                 return None
             sizes.append(size)
         rounds, first = self._rounds, states[0] if states else None
         missing, width = sum([state.first - state.held for state in states]), sum([size.width for size in sizes])
-        if first is None or not rounds.ready([max(missing, width)], lambda: [(first.slot, first.held)]):
+        if first is None or not rounds.ready([max(missing, width)], lambda: [(first.slot, first.held - first.lead)]):
             return None
-        room = [(state.slot, state.first + size.rows) for state, size in zip(states, sizes, strict=True)]
+        room = [(state.slot, state.first - state.lead + size.rows) for state, size in zip(states, sizes, strict=True)]
         if not all(self._model.cache.has_room(*each) for each in room):
             return None
         tables = [
@@ -128,6 +129,12 @@ class NativeTrees:
         for i, state in enumerate(states):
             self._read(state, i, tables[i])
         return grown.passes
+
+    def _size_of(self, number: int, state: DraftTreeState) -> TreeSize | None:
+        """The size of a tree that the kernels can grow; None for others, such as trees with logits processors."""
+        if (self._fed is None and type(state) is not DraftTreeState) or state.sampler.edits or state.candidates.levels:
+            return None
+        return TreeSize.of(number, state.candidates, state.builder, state.worth, state.confidence)
 
     def _table(self, index: int, places: int) -> Tensor:
         """Room for the distributions of so many places, whose candidates are drawn."""
@@ -188,16 +195,11 @@ def seat_tree(rounds: KernelRounds, number: int, state: DraftTreeState, probs: T
     missing, stops, noise = context.tokens[state.held :], context.stop_ids, context.noise
     stream = noise.fork(state.name).counter if state.drawn else 0
     root = _ROOT.pack(
-        *(state.slot, state.held, state.first, _RULES.get(context.rule, 2 if state.drawn else 3)),
+        *(state.slot, state.held, state.lead, state.first, _RULES.get(context.rule, 2 if state.drawn else 3)),
         *(params.top_k, params.temperature, params.top_p, params.min_p, noise.state, stream),
         0 if probs is None else probs.data_ptr(),
     )
     tokens = struct.pack(f"={len(missing) + len(stops)}q", *missing, *stops)
-    rounds.kernels.sk_seat(rounds.number, number, root, len(missing), len(stops), tokens)
-
-
-def _size_of(number: int, state: DraftTreeState) -> TreeSize | None:
-    """The size of a tree that the kernels can grow; None for others, such as trees with logits processors."""
-    if type(state) is not DraftTreeState or state.sampler.edits or state.candidates.levels:
-        return None
-    return TreeSize.of(number, state.candidates, state.builder, state.worth, state.confidence)
+    given = None if rounds.fed is None else state.given.to(rounds.fed.given.dtype).contiguous()
+    place = None if given is None else given.data_ptr()
+    rounds.kernels.sk_seat(rounds.number, number, root, len(missing), len(stops), tokens, place)

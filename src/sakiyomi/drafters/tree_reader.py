@@ -23,6 +23,7 @@ from sakiyomi.drafters.head_model import over_vocabulary
 from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.kernel_rounds import FedRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
@@ -79,6 +80,7 @@ class TreeReader:
     Args:
         model: the draft model.
         vocab_size: of the target; the model's may be padded differently.
+        fed: how the kernels run passes whose rows read hidden states; None: they do not.
 
     Attributes:
         state: what a tree is while it grows.
@@ -93,12 +95,12 @@ class TreeReader:
     one_pass = False
     levels: int | None = None
 
-    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
+    def __init__(self, model: ModelRunner, vocab_size: int, fed: FedRows | None = None) -> None:
         self.model = model
         self.passes = 0
         self.confidence = {rule: Confidence(sharpness) for rule, sharpness in SHARPNESS.items()}
         self._vocab_size = vocab_size
-        self._native = NativeTrees(model, vocab_size)
+        self._native = NativeTrees(model, vocab_size, fed)
         self.besides = 1e-4
 
     def begin(

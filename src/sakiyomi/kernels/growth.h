@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <numeric>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -43,6 +44,7 @@ struct Extent {
 struct Root {
   int64_t slot;      // in the model's cache; -1: there is none yet
   int64_t held;      // committed tokens whose pairs are in the slot
+  int64_t lead;      // the first so many tokens of the text have no pair there
   int64_t first;     // position of the first level
   int64_t rule;
   int64_t top_k;
@@ -52,6 +54,15 @@ struct Root {
 };
 
 struct Ask : Extent, Root {};
+
+// Hidden states that a model's rows read beside their tokens, as those of an EAGLE head do: the target's for committed tokens, the model's own
+// for its candidates. As drafters/native_trees.py packs it.
+struct Fed {
+  char* given = nullptr;            // where a pass reads them; null: its rows read tokens alone
+  int64_t rows = 0, bytes = 0;      // most rows of a pass, bytes of each
+  int64_t state = 0;                // which of a pass's captured states are the features of its rows
+  const int64_t* tokens = nullptr;  // the target's token for each that the model proposes; null: they are the same
+};
 
 // The candidates of one place.
 struct Place {
@@ -70,6 +81,7 @@ struct Grown {
   std::vector<int64_t> nodes;  // in a fixed shape: which of its nodes each candidate is
   std::vector<double> chances, values, probs;
   std::vector<Place> places;
+  std::vector<char> features;  // of the last committed token, and of `rows`
   int64_t levels = 0;
 };
 
@@ -77,6 +89,7 @@ struct Tree : Grown {
   Ask ask{};
   std::vector<int64_t> missing;  // committed tokens that the model has not read; the last token of all is among them
   std::vector<int64_t> stops;    // tokens that end the text
+  std::vector<char> given;       // what the missing tokens read beside themselves, where they do
 
   bool begun() const { return levels > 0; }
   int64_t row_count() const { return begun() ? unread.size() : missing.size(); }
@@ -285,17 +298,20 @@ struct Forest {
   bool kept;                      // rows of all passes stay until the trees are given up
   const double* seconds;          // of a level by its rows
   std::vector<Tree*> trees;
+  Fed fed;
 
   // Describes the next pass, and fills its buffer; its size, 0 where all trees are complete.
   int64_t begin() {
     std::vector<int64_t> table, ids, parents;
+    std::vector<char> given;
     for (const Tree* each : trees) {
       const Tree& tree = *each;
       const Ask& ask = tree.ask;
       const int64_t rows = tree.row_count(), done = tree.rows.size();
       if (!rows) continue;
-      const int64_t length = tree.begun() ? ask.first + done : ask.held;
+      const int64_t length = (tree.begun() ? ask.first + done : ask.held) - ask.lead;
       table.insert(table.end(), {ask.slot, rows, length, done});
+      if (fed.given) feed(tree, given);
       if (!tree.begun()) {
         ids.insert(ids.end(), tree.missing.begin(), tree.missing.end());
         for (int64_t i = 0; i < rows; ++i) parents.push_back(i - 1);
@@ -313,12 +329,56 @@ struct Forest {
     if (ids.empty()) return 0;
     const int64_t segments = table.size() / 4;
     for (const auto* part : {&ids, &parents}) table.insert(table.end(), part->begin(), part->end());
+    if (fed.given) {
+      if ((int64_t)ids.size() > fed.rows) return -1;
+      check(given.size() == ids.size() * fed.bytes, "rows without their hidden states");
+      std::memcpy(fed.given, given.data(), given.size());
+    }
     return model.describe(table, segments, ids.size());
   }
 
-  // A level more for every tree from the rows of the pass; as `begin`, or -1 where a row has no number to choose by.
+  // Adds the features that a tree's rows of the next pass read.
+  void feed(const Tree& tree, std::vector<char>& given) const {
+    if (!tree.begun()) {
+      given.insert(given.end(), tree.given.begin(), tree.given.end());
+      return;
+    }
+    for (int64_t candidate : tree.unread) {
+      const int64_t above = tree.parents[candidate];
+      const int64_t row = above < 0 ? 0 : 1 + (std::find(tree.rows.begin(), tree.rows.end(), above) - tree.rows.begin());
+      const char* const from = tree.features.data() + row * fed.bytes;
+      given.insert(given.end(), from, from + fed.bytes);
+    }
+  }
+
+  // Keeps the features of a tree's rows of a pass, of which the first lies at `features`.
+  void keep(Tree& tree, const char* features) const {
+    const int64_t rows = tree.row_count(), first = tree.begun() ? 0 : rows - 1;
+    tree.features.insert(tree.features.end(), features + first * fed.bytes, features + rows * fed.bytes);
+  }
+
+  // `list` of a row over the model's own vocabulary. The likeliest tokens are found there; whatever depends on the numbers of others is found
+  // over the target's, where those that the model does not propose are impossible.
   template <typename T>
-  int64_t grow(const T* logits) {
+  bool listed(const Ask& ask, const T* row, int64_t siblings, bool first, int64_t level, float* table, Place& to) const {
+    const int64_t n = std::min(model.vocab, width);
+    if (fed.tokens && ask.rule != greedy) {
+      static thread_local std::vector<T> wide;
+      wide.assign(width, std::is_same_v<T, bf16> ? T(narrow(-INFINITY)) : T(-INFINITY));
+      for (int64_t i = 0; i < model.vocab; ++i) wide[fed.tokens[i]] = row[i];
+      return list(ask, wide.data(), width, siblings, first, level, table, false, to);
+    }
+    if (!list(ask, row, n, siblings, first, level, table, kept, to)) return false;
+    if (fed.tokens)
+      for (int64_t& token : to.tokens) token = fed.tokens[token];
+    if (table) std::fill(table + n, table + width, 0.0f);
+    return true;
+  }
+
+  // A level more for every tree from the rows of the pass; as `begin`, or -1 where a row has no number to choose by. `features`: of these
+  // rows, where they are read by the next ones.
+  template <typename T>
+  int64_t grow(const T* logits, const char* features) {
     struct Job {
       Tree* tree;
       const T* row;
@@ -333,6 +393,7 @@ struct Forest {
       Tree& tree = *each;
       const int64_t rows = tree.row_count();
       if (!rows) continue;
+      if (fed.given) keep(tree, features), features += rows * fed.bytes;
       auto table = [&](int64_t place) { return tree.ask.probs ? tree.ask.probs + place * width : nullptr; };
       if (!tree.begun()) {
         jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1}, table(0), tree.siblings(-1) == 1});
@@ -344,13 +405,12 @@ struct Forest {
       logits += rows * vocab;
       tree.level.clear(), tree.unread.clear(), ++tree.levels;
     }
-    const int64_t n = std::min(vocab, width);
+    const int64_t n = fed.tokens ? width : std::min(vocab, width);
     parallel_for(0, jobs.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         Job& job = jobs[i];
         const Tree& tree = *job.tree;
-        job.right = list(tree.ask, job.row, n, tree.siblings(job.place.candidate), job.first, tree.levels - 1, job.table, kept, job.place);
-        if (job.table) std::fill(job.table + n, job.table + width, 0.0f);
+        job.right = listed(tree.ask, job.row, tree.siblings(job.place.candidate), job.first, tree.levels - 1, job.table, job.place);
       }
     });
     std::vector<size_t> begins;  // of the jobs of each tree that is drawn

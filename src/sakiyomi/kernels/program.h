@@ -144,6 +144,12 @@ class Program {
   // The first output of the last pass, which is the caller's from now on.
   Tensor logits() { return std::exchange(tensors_[outputs_[0].value], Tensor()); }
 
+  // One of the others, see `states`, by its number.
+  const void* state(int64_t number) const {
+    check(number >= 0 && number + 1 < (int64_t)outputs_.size(), "a hidden state that is not captured");
+    return tensors_[outputs_[number + 1].value].data();
+  }
+
   // Copies the others, hidden states of the layers that are captured: they are here until the next pass.
   void states(void* const* to) const {
     for (size_t i = 1; i < outputs_.size(); ++i) {

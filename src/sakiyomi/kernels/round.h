@@ -116,7 +116,7 @@ struct Rounds {
       held.push_back(program->logits());
       if (scoring) scorer = program;
       took(code, seconds_since(start));
-      code = take(held.back().data());
+      code = take(held.back().data(), !scoring && forest.fed.given ? program->state(forest.fed.state) : nullptr);
     }
     return code;
   }
@@ -127,14 +127,16 @@ struct Rounds {
     times[2 + 2 * count] = double(code), times[3 + 2 * count] = seconds;
   }
 
-  int64_t take(const void* logits) {
+  int64_t take(const void* logits, const void* features) {
     if (!drafting) return target.half ? commit((const bf16*)logits) : commit((const float*)logits);
     if (forest.kept && std::find(passes.begin(), passes.end(), logits) != passes.end()) {
       forest.kept = false;  // passes write into the same place: this round is Python's
       return none_left;
     }
     passes.push_back(logits);
-    return after(forest.model.half ? forest.grow((const bf16*)logits) : forest.grow((const float*)logits));
+    const char* const own = (const char*)features;
+    check(own || !forest.fed.given, "a pass that gives no features");
+    return after(forest.model.half ? forest.grow((const bf16*)logits, own) : forest.grow((const float*)logits, own));
   }
 
   // Nodes of the complete trees.
@@ -314,8 +316,11 @@ int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* in
                      {(Program**)programs, (Program**)programs + count}};
   };
   const Described target = model(of_target);
-  return (int64_t) new Rounds{target, {model(of_draft), target.vocab, target.session != 0, nullptr, {}}, ints, doubles, times};
+  return (int64_t) new Rounds{target, {model(of_draft), target.vocab, target.session != 0, nullptr, {}, {}}, ints, doubles, times};
 }
+
+// The rows of the draft model's passes read hidden states.
+void sk_fed(int64_t rounds, const void* fed) { ((Rounds*)rounds)->forest.fed = *(const Fed*)fed; }
 
 void sk_free_rounds(int64_t rounds) { delete (Rounds*)rounds; }
 
@@ -335,14 +340,15 @@ int64_t sk_enter(int64_t rounds, const void* judged, int64_t slot, int64_t lengt
 }
 
 // Its trees grow from here on, behind `missing` tokens that the draft model has not read, which end in `tokens`; then come its stops. Without
-// a target requests are numbered by the caller.
-void sk_seat(int64_t rounds, int64_t number, const void* root, int64_t missing, int64_t stops, const void* tokens) {
+// a target requests are numbered by the caller. `given`: what the missing tokens read beside themselves, where they do.
+void sk_seat(int64_t rounds, int64_t number, const void* root, int64_t missing, int64_t stops, const void* tokens, const void* given) {
   auto& all = ((Rounds*)rounds)->requests;
   if (number >= (int64_t)all.size()) all.resize(number + 1);
   Request& own = all[number];
   const int64_t *from = (const int64_t*)tokens, *ends = from + missing;
   (Root&)own.ask = *(const Root*)root;
   own.missing.assign(from, ends), own.stops.assign(ends, ends + stops);
+  if (given) own.given.assign((const char*)given, (const char*)given + missing * ((Rounds*)rounds)->forest.fed.bytes);
 }
 
 // The draft of its next round, which did not grow here, as `sk_verify` takes it.
@@ -392,11 +398,11 @@ int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double*
   return none_left;
 }
 
-// Goes on from a pass's logits, which took so long; as sk_round.
-int64_t sk_pass(int64_t rounds, int64_t code, const void* logits, double seconds) try {
+// Goes on from a pass's logits, and its rows' features where the next ones read them; it took so long. As sk_round.
+int64_t sk_pass(int64_t rounds, int64_t code, const void* logits, const void* features, double seconds) try {
   Rounds& own = *(Rounds*)rounds;
   own.took(code, seconds);
-  return own.run(own.take(logits));
+  return own.run(own.take(logits, features));
 } catch (const std::exception&) {
   return none_left;
 }

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import struct
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +86,26 @@ class Drafting(NamedTuple):
     besides: float
 
 
+@dataclass(frozen=True)
+class FedRows:
+    """What the rows of a draft model's passes read beside their tokens, as those of an EAGLE head do.
+
+    Attributes:
+        given: (rows, hidden) where a pass reads a hidden state for each row; written before the pass.
+        layer: whose captured output is the feature of a row, which the rows of its children read.
+        vocab: tokens that the model proposes.
+        tokens: (vocab,) the target's token for each; None: they are the same.
+    """
+
+    given: Tensor
+    layer: int
+    vocab: int
+    tokens: Tensor | None
+
+
+_FED = struct.Struct("=5q")  # Fed in growth.h
+
+
 class KernelRounds:
     """Rounds of a draft model and a target in the kernels.
 
@@ -93,8 +115,10 @@ class KernelRounds:
         width: V of the target.
         states: hidden states of the target's passes are wanted.
         logits: the target's logits are wanted. Its passes are then run here.
+        fed: rows of the draft model's passes read hidden states. Only trees grow then: there is no target.
 
     Attributes:
+        fed: see above.
         kernels, number: the library, and the number of the object there; 0: there is none yet.
         generation: how often it was made; each time it knows no requests.
         logits: of the target's pass in the last round, (1, rows or more, V), where they are wanted.
@@ -108,11 +132,12 @@ class KernelRounds:
         *,
         states: bool = False,
         logits: bool = False,
+        fed: FedRows | None = None,
     ) -> None:
         self.models = [model for model in (draft, target) if model is not None]
         self.kernels: Any = None
         self.number = self.generation = 0
-        self._draft, self._target, self._width = draft, target, width
+        self._draft, self._target, self._width, self.fed = draft, target, width, fed
         self._made_for: list[Any] = []
         self._rows = [0] * len(self.models)  # passes of up to so many rows were proven right
         self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
@@ -122,7 +147,7 @@ class KernelRounds:
         self._wants_states, self._wants_logits = states, logits
         self.logits = torch.empty(0)
         self._states: tuple[Tensor, ...] = ()  # of the target's pass in the last round
-        self._since = 0
+        self._since = self._state = 0  # the last: which of the draft model's captured states are features
 
     def __del__(self) -> None:
         number, self.number = self.number, 0  # Ctrl-C may come between two lines: never freed twice
@@ -207,10 +232,11 @@ class KernelRounds:
             which = int(model is self._target)
             inputs = [ids.data_ptr() for _, ids, _ in passes.values()]
             seen = bool(which) and self._wants_logits
-            programs = [0 if seen else _program(each, model) for each, _, _ in passes.values()]
+            vocab = model.vocab_size if self.fed is None else self.fed.vocab
+            programs = [0 if seen else _program(each, vocab, model.dtype) for each, _, _ in passes.values()]
             session = model.backend.session
             assert session is not None, "see `describable`"
-            about = session, model.vocab_size, HALF[model.dtype], len(passes)
+            about = session, vocab, HALF[model.dtype], len(passes)
             tables[which] = numbers([*about, *passes, *inputs, *programs])
             self._passes |= {2 * size + which: each for size, each in passes.items()}
         most = self._target.sizes[-1] if self._target is not None else 0
@@ -219,9 +245,19 @@ class KernelRounds:
         self._results = numbers([0] * ((_HEAD + 8) * most)), doubles[0], doubles[1]
         self.kernels = kernels
         self.number = kernels.sk_rounds(tables[1], tables[0], *self._results)
+        self._feed()
         self._rows = [_compared(model, count) for model, count in zip(self.models, rows, strict=True)]
         self._made_for = [model.recorder for model in self.models]
         return True
+
+    def _feed(self) -> None:
+        """Say where the rows of the draft model's passes read hidden states, and where they leave them."""
+        if self.fed is not None:
+            assert self._draft is not None
+            given, tokens = self.fed.given, self.fed.tokens
+            self._state = self._draft.weights.capture.layers.index(self.fed.layer)
+            place = given.data_ptr(), len(given), given[0].nbytes, self._state
+            self.kernels.sk_fed(self.number, _FED.pack(*place, 0 if tokens is None else tokens.data_ptr()))
 
     def run(self, count: int, asked: bytes, level: Any, scored: Any = None) -> Drafting | None:
         """A round of `count` requests. The models' clocks and seconds include its passes.
@@ -261,7 +297,8 @@ class KernelRounds:
                     fresh.add(code)
                 if code not in self._checked and not self._readable(code, logits):
                     return None
-                code = kernels.sk_pass(self.number, code, logits.data_ptr(), spent)
+                features = None if self.fed is None or code % 2 else states[self._state].data_ptr()
+                code = kernels.sk_pass(self.number, code, logits.data_ptr(), features, spent)
             if self._wants_states and not code and not here:  # now: the next pass of any session overwrites them
                 times = self._results[2]
                 self._states = self._states_of(int(times[2 * int(times[0])]))
@@ -273,7 +310,8 @@ class KernelRounds:
     def _readable(self, code: int, logits: Tensor) -> bool:
         """Whether logits of a pass are as the kernels read them."""
         model = self._model(code)
-        if logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == model.vocab_size:
+        vocab = model.vocab_size if self.fed is None else self.fed.vocab
+        if logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == vocab:
             self._checked.add(code)
             return True
         logger.debug("no rounds in the kernels: logits are %s of width %d", logits.dtype, logits.shape[-1])
@@ -338,8 +376,8 @@ def _compared(model: ModelRunner, rows: int) -> int:
     return most
 
 
-def _program(replay: PassForward, model: ModelRunner) -> int:
-    """The number of a program that gives logits as the kernels read them; 0: Python runs these passes."""
-    if isinstance(replay, Program) and replay.gives(model.vocab_size, model.dtype):
+def _program(replay: PassForward, vocab: int, dtype: torch.dtype) -> int:
+    """The number of a program that gives logits of this width as the kernels read them; 0: Python runs these passes."""
+    if isinstance(replay, Program) and replay.gives(vocab, dtype):
         return replay.number
     return 0

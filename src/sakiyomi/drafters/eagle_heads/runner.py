@@ -12,11 +12,12 @@ from torch import Tensor
 from sakiyomi.drafters.beside import Beside, target_logits
 from sakiyomi.drafters.eagle_heads.formats import EagleFile
 from sakiyomi.drafters.eagle_heads.module import BESIDE, EagleOptions
-from sakiyomi.drafters.head_model import ROWS, FusedEmbedding, last_norm, over_vocabulary
+from sakiyomi.drafters.head_model import HEAD_WEIGHT, ROWS, FusedEmbedding, last_norm, over_vocabulary
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.kernel_rounds import FedRows
 from sakiyomi.model_executor.runner import ModelRunner
 
 
@@ -27,7 +28,12 @@ class FeatureHead(ABC):
         options: of the head.
         model: the head, packed.
         given: where its layers read the features of a pass, (ROWS, hidden).
+
+    Attributes:
+        fed: how the kernels run its passes by themselves; None: they cannot, as its logits are another model's.
     """
+
+    fed: FedRows | None = None
 
     def __init__(self, options: EagleOptions, model: ModelRunner, given: Tensor) -> None:
         self.options, self.model, self._given = options, model, given
@@ -77,6 +83,9 @@ class EagleHead(FeatureHead, Beside):
         self._tensors = {name: tensor.to(target.device) for name, tensor in beside}
         self._out = HEAD if file.options.norm_output else len(layers) - 1
         model.capture([self._out])
+        tokens = file.tokens if file.tokens is None else file.tokens.to("cpu", torch.int64).contiguous()
+        if model.device.type == "cpu":
+            self.fed = FedRows(self._given, self._out, len(file.tensors[HEAD_WEIGHT]), tokens)
         self._mask_feature: Tensor | None = None
         self._prepare()
 
