@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,30 @@ def test_hidden_states_of_eager_passes(tmp_path: Path) -> None:
                 assert torch.equal(target.score(rows, last=last).features[HEAD], expected)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "qwen3"])
+def test_outputs_of_layers_need_no_modules(name: str, tmp_path: Path) -> None:
+    """Nor a comparison of every row count; they stay what they are when something else wants the modules."""
+    folder = save_model(tmp_path / name, model_of(name), character_tokenizer())
+    own, again = LLM(folder, "none").target, recorded(folder).target
+    for target in (own, again):
+        target.capture([1])
+        target.capture([0])
+    assert isinstance(again.module, RecordedModel) and again.recorder is not None and 1 in again.recorder.ready
+    tokens = [SequenceRows(0, 0, prompt(9), prompt=True)], [SequenceRows(0, 9, prompt(3, 1), (-1, 0, 0))]
+    found: list[list[torch.Tensor]] = []
+    for target in (own, again, again):
+        if len(found) == 2:
+            again.unfold()
+            assert not isinstance(again.module, RecordedModel)
+        with target.cache.lent(16) as slot:
+            passes = [target.score([replace(row, slot=slot) for row in rows]) for rows in tokens]
+        found.append([one.features[layer].clone() for one in passes for layer in (HEAD, 0, 1)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert not torch.equal(found[0][1], found[0][2])
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(("quantize", "dtype"), [("int8", "bfloat16"), ("int4", "float32")])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3"])
@@ -156,7 +181,11 @@ def tales(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("draft", ["auto", "prompt-lookup", "medusa:tales-medusa", "early-exit:4", "self-evicted"])
+@pytest.mark.parametrize(
+    "draft",
+    ["auto", "prompt-lookup", "medusa:tales-medusa", "eagle:tales-eagle", "block:tales-block"]
+    + ["early-exit:4", "self-evicted"],
+)
 def test_every_drafter_runs_beside_it(
     draft: str, tales: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +193,7 @@ def test_every_drafter_runs_beside_it(
     monkeypatch.setattr(recording, "cache_folder", lambda: tales[0])
     found = LLM("tales", draft)
     assert found.generate("Once upon a time", GREEDY).token_ids == tales[1]
-    if draft in ("auto", "prompt-lookup"):
+    if draft not in ("early-exit:4", "self-evicted"):
         assert isinstance(found.target.module, RecordedModel)
 
 
@@ -505,11 +534,11 @@ def test_a_script_that_computes_something_else_is_not_kept(
     folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
     made = recorder._script
 
-    def wrong(runner: ModelRunner, names: dict[int, str]) -> tuple[bytes, list[str]]:
-        script, read = made(runner, names)
+    def wrong(runner: ModelRunner, names: dict[int, str]) -> tuple[bytes, list[str], int]:
+        script, read, outputs = made(runner, names)
         norms = [i for i, name in enumerate(read) if "norm" in name]
         read[norms[0]], read[norms[1]] = read[norms[1]], read[norms[0]]
-        return script, read
+        return script, read, outputs
 
     model = tiny_llama(vocab=VOCAB)
     with torch.no_grad():

@@ -71,8 +71,7 @@ class AssistantModel:
                 "draft assistant reads keys and values of the whole text from the target's cache, which does not hold "
                 "them as they are; use cache='full', or another draft"
             )
-        target.weights.unfold()
-        target.settle()
+        target.unfold()
         what = f"the {WHAT} in {folder}"
         module = read_model(AutoModelForCausalLM, what, folder, dtype=target.dtype, local_files_only=True)
         layers = _fit(module.config, target, folder)

@@ -150,6 +150,8 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         """
         folder, target = folder_of(argument), around.packed
         file = read_eagle(folder, int(target.config.num_hidden_layers), allow_pickle=around.allow_pickle)
+        if file.options.first:  # it reads the target's last norm
+            target.unfold()
         target.capture(file.options.layers)
         model = around.pack(Loaded(load_module(file, target), None, argument, folder, owned=True))
         head = SharedHead(target, model) if file.options.first else EagleHead(file, target, model)

@@ -195,7 +195,11 @@ def token_embedding(file: DraftFile[Any], target: ModelRunner, what: str, read: 
     """
     layers, width = len(file.options.layers), int(target.config.hidden_size)
     check_size(f"the {what} {file.name} reads the outputs of {layers} layers, together", read, layers * width)
-    own: Tensor = file.tensors.get(EMBEDDING, target.module.get_input_embeddings().weight.detach())
+    if EMBEDDING in file.tensors:
+        return file.tensors[EMBEDDING]
+    if target.module.get_input_embeddings() is None:
+        target.unfold()
+    own: Tensor = target.module.get_input_embeddings().weight.detach()
     return own
 
 

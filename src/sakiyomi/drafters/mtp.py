@@ -38,6 +38,7 @@ class MtpDrafter(EagleDrafter):
             )
         layers = int(target.config.num_hidden_layers)
         form, tensors = read_mtp(folder, layers)
+        target.unfold()
         target.capture([layers - 1])
         module = make_mtp(form, tensors, target.module, str(folder))
         model = around.pack(Loaded(module, None, f"{argument or loaded.name} (mtp)", folder, owned=True))

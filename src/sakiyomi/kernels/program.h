@@ -114,7 +114,7 @@ class Program {
     return std::all_of(positions, positions + count, [&](int64_t position) { return position >= 0 && position < rows; });
   }
 
-  // The pass that was begun, of `size` rows. `kept`: what is asked for are so many of them, by their numbers in `keep`; -1: all. `to`: where
+  // The pass that was begun, of `size` rows. `kept`: of logits and what the head reads so many are asked for, by their numbers in `keep`; -1: all. `to`: where
   // the outputs go; where null they stay here until the next pass.
   void run(int64_t size, const int64_t* ids, const int64_t* positions, int64_t kept, const int64_t* keep, void* const* to) {
     const int32_t whole = torch.aoti_torch_dtype_int64;
@@ -131,7 +131,8 @@ class Program {
     for (size_t i = 0; i < outputs_.size(); ++i) {
       const Output& output = outputs_[i];
       Tensor& found = tensors_[output.value];
-      check(found.defined() && found.dtype() == output.dtype && found.numel() == rows * output.width, "an output of another size or type");
+      const int64_t count = i < 2 ? rows : size;  // layers give all rows
+      check(found.defined() && found.dtype() == output.dtype && found.numel() == count * output.width, "an output of another size or type");
       if (!to) {
         if (!found.is_contiguous()) found = found.contiguous_copy();
         continue;

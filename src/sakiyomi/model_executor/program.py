@@ -30,18 +30,25 @@ class Program:
     Args:
         graph: TorchScript from token ids, positions, perhaps the rows to keep, and ``given`` to the outputs of a pass.
         given: tensors that are the same in all passes.
-        rows: width and dtype of a row of each output, logits first.
+        rows: width and dtype of a row of each output: logits first, then what the head reads, then outputs of layers.
+        chosen: numbers of the outputs that a pass gives; None: all.
 
     Attributes:
         number: of the program in the kernels.
         calls: names of the operators of torch that it calls.
-        rows: see above.
+        rows: of these outputs, see above.
 
     Raises:
         UnsupportedError: there are no kernels, or one of its operators cannot be called.
     """
 
-    def __init__(self, graph: Any, given: Sequence[Tensor], rows: Sequence[tuple[int, torch.dtype]]) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        given: Sequence[Tensor],
+        rows: Sequence[tuple[int, torch.dtype]],
+        chosen: Sequence[int] | None = None,
+    ) -> None:
         self.number = 0
         if loaded() is None:
             raise UnsupportedError("there are no kernels")
@@ -50,16 +57,16 @@ class Program:
         torch._C._jit_pass_inline(graph)
         torch._C._jit_pass_dce(graph)
         builder = Builder(graph, given)
-        steps, outputs = builder.steps, builder.outputs
+        steps = builder.steps
+        outputs = builder.outputs if chosen is None else [builder.outputs[number] for number in chosen]
         self.calls = tuple(text for text in steps.texts if "::" in text)
         self._held, self._functions = steps.constants, builder.functions
         self._tables, self._table_rows = builder.tables, 0
-        self.rows = tuple(rows)
+        self.rows = tuple(rows if chosen is None else [rows[number] for number in chosen])
         code = numbers(steps.code)
         tables = numbers([number for number, _ in self._tables])
-        about = [
-            x for made, (width, dtype) in zip(outputs, rows, strict=True) for x in (made.value, width, DTYPES[dtype])
-        ]
+        places = zip(outputs, self.rows, strict=True)
+        about = [x for made, (width, dtype) in places for x in (made.value, width, DTYPES[dtype])]
         sizes = steps.count, len(code), code, len(outputs), numbers(about), len(tables), tables
         texts = [text.encode() for text in steps.texts]
         self.number = int(self._kernels.sk_program(*sizes, len(texts), (ctypes.c_char_p * len(texts))(*texts)))
@@ -80,13 +87,16 @@ class Program:
 
         Args:
             ids, positions: (1, N) of its rows.
-            keep: (K,) numbers of the rows whose outputs are wanted; None: all.
+            keep: (K,) numbers of the rows whose logits are wanted, and what the head reads; None: all.
 
         Raises:
             RuntimeError: it cannot be run.
         """
         count = ids.shape[1] if keep is None else len(keep)
-        made = [torch.empty(1, count, width, dtype=dtype) for width, dtype in self.rows]
+        made = [
+            torch.empty(1, count if place < 2 else ids.shape[1], width, dtype=dtype)
+            for place, (width, dtype) in enumerate(self.rows)
+        ]
         places = (ctypes.c_void_p * len(made))(*[tensor.data_ptr() for tensor in made])
         why = ctypes.c_char_p()
         kept = (-1, None) if keep is None else (count, keep.data_ptr())

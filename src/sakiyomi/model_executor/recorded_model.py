@@ -5,7 +5,8 @@ Recordings are read by `loading/recording.py` and written by `loading/recorder.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +35,14 @@ class RecordedModel(nn.Module):
     Args:
         about: the metadata of a recording, see `loading/recorder.py`.
         graph: TorchScript, from token ids and positions (1, N), the rows to keep (K) and the weights to logits (1, K,
-            V) and what the head reads, (1, K, hidden).
+            V), what the head reads, (1, K, hidden), and the outputs of layers, (1, N, hidden) each.
         weights: the tensors that the graph reads, by name, in its order.
         layers: the packed linear layers, by name.
         whole: loads the transformers model with these packed layers in it.
 
     Attributes:
         program: runs passes.
+        outputs: stand for the decoder layers whose outputs passes can give: their forward hooks are called.
 
     Raises:
         UnsupportedError: see ``Program``.
@@ -69,9 +71,13 @@ class RecordedModel(nn.Module):
                 self._container(parent).register_parameter(own, nn.Parameter(tensor, requires_grad=False))
         for name, layer in layers.items():
             self._put(name, layer)
-        self._head = layers[about["head"]]
-        rows = [(width, self.dtype) for width in (self._head.out_features, self._head.in_features)]
-        self.program = Program(graph, list(weights.values()), rows)
+        self._head, self._embedding = layers[about["head"]], str(about["embedding"])
+        self.outputs = nn.ModuleList(nn.Module() for _ in range(about["outputs"]))
+        self._captured: list[nn.Module] = []
+        widths = self._head.out_features, *[self._head.in_features] * (1 + len(self.outputs))
+        rows = [(width, self.dtype) for width in widths]
+        self._program = partial(Program, graph, list(weights.values()), rows)
+        self.program = self._program((0, 1))
 
     def _container(self, name: str) -> nn.Module:
         found: nn.Module = self
@@ -84,6 +90,15 @@ class RecordedModel(nn.Module):
     def _put(self, name: str, module: nn.Module) -> None:
         parent, _, own = name.rpartition(".")
         self._container(parent).add_module(own, module)
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Have passes also give the outputs of these layers, in this order."""
+        self._captured = [self.outputs[layer] for layer in layers]
+        self.program = self._program((0, 1, *(2 + layer for layer in layers)))
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The embedding of tokens; None: the recording does not hold it as numbers of the model's dtype."""
+        return dict(self.named_modules()).get(self._embedding) if self._embedding else None
 
     def get_output_embeddings(self) -> nn.Module:
         """The head over the vocabulary."""
@@ -102,10 +117,14 @@ class RecordedModel(nn.Module):
     ) -> SimpleNamespace:
         """Token ids and positions (1, N) to an object with logits, (1, N, V), or of the rows to keep, (1, K, V).
 
-        No hooks of modules are called, except the forward pre-hooks of the head, with its input.
+        No hooks of modules are called, except the forward pre-hooks of the head, with its input, and the forward hooks
+        of layers whose outputs are captured.
         """
         keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else None
-        logits, read = self.program(input_ids, position_ids, keep)
+        logits, (read, *outputs) = self.program(input_ids, position_ids, keep)
         for hook in self._head._forward_pre_hooks.values():
-            hook(self._head, read)
+            hook(self._head, (read,))
+        for layer, output in zip(self._captured, outputs, strict=True):
+            for after in layer._forward_hooks.values():
+                after(layer, (), output)
         return SimpleNamespace(logits=logits)

@@ -244,6 +244,11 @@ class Session:
             self.weights.capture_layers(further)
             self.settle()
 
+    def unfold(self) -> None:
+        """Run the transformers model where a recording of it runs, for callers that read its modules."""
+        self.weights.unfold()
+        self.settle()
+
     @property
     def mode(self) -> str:
         """How decoding passes run now: "eager", "recorded" or "captured"."""

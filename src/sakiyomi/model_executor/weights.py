@@ -11,7 +11,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -243,6 +243,7 @@ class ModelWeights:
         """Replace a recorded model by the transformers model, for its modules; sessions switch when they settle."""
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
+            self.capture.wanted = self.layers(self.capture.wanted)
             self.set_windows()
             _serve_elementwise(self.module)
             self.generation += 1
@@ -270,7 +271,8 @@ class ModelWeights:
         Raises:
             UnsupportedError: the model has an encoder, or no such layers, or its list of layers is not found.
         """
-        self.unfold()
+        if isinstance(self.module, RecordedModel) and not self.module.outputs:
+            self.unfold()
         name, count = type(self.module).__name__, int(self.config.num_hidden_layers)
         if self.encoder is not None:
             raise UnsupportedError(f"{name} has an encoder: its hidden states are not captured")
@@ -279,11 +281,27 @@ class ModelWeights:
                 f"hidden states of layers {', '.join(map(str, layers))} are wanted, and {name} has {count}, counted "
                 "from 0: name others"
             )
-        found = self.module.get_submodule(layer_list(self.module, count, "hidden states of layers"))
-        wanted = {layer: found[layer] for layer in sorted({*self.capture.wanted, *layers})}
+        wanted = self.layers({*self.capture.wanted, *layers})
         if wanted.keys() != self.capture.wanted.keys():
+            if isinstance(self.module, RecordedModel):
+                self.module.capture(list(wanted))
             self.capture.wanted = wanted
             self.generation += 1
+
+    def layers(self, numbers: Collection[int]) -> dict[int, nn.Module]:
+        """Decoder layers of the model by their numbers, or what stands for them in a recorded one.
+
+        Raises:
+            UnsupportedError: its list of layers is not found.
+        """
+        if not numbers:
+            return {}
+        count = int(self.config.num_hidden_layers)
+        if isinstance(self.module, RecordedModel):
+            found = self.module.outputs
+        else:
+            found = self.module.get_submodule(layer_list(self.module, count, "hidden states of layers"))
+        return {layer: found[layer] for layer in sorted(numbers)}
 
     @property
     def keeps_logits(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile, ZipInfo
@@ -25,6 +26,7 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLayer, packed_tensors
+from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.packed import is_packed, packed_files, same_layers, source_key
 from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
@@ -37,6 +39,8 @@ from sakiyomi.model_executor.loading.recording import (
     shipped_key,
     undeprecated,
 )
+from sakiyomi.model_executor.program_steps import leaves
+from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.trace import trace
 
 if TYPE_CHECKING:
@@ -107,7 +111,7 @@ def _record(
     layers = dict(sorted(packed.items(), key=lambda item: item[1].index))  # by which the graph calls them
     if [layer.index for layer in layers.values()] != list(range(len(layers))):
         raise UnsupportedError("its layers are not the first ones in the kernels' tables")
-    script, read = _script(runner, names)
+    script, read, outputs = _script(runner, names)
     found = {name: module.get_parameter(name) for name in read}
     for name, tensor in found.items():
         if name not in source or not torch.equal(source(name, tensor.dtype), tensor):
@@ -118,6 +122,7 @@ def _record(
         raise UnsupportedError(f"{copy} holds other layers")
     config = module.config.to_dict()
     aliases = getattr(module.config, "attribute_map", {})
+    embedding = module.get_input_embeddings()
     about = {
         "kind": type(module).__name__,
         "config": config | {alias: getattr(module.config, own) for alias, own in aliases.items()},
@@ -128,6 +133,8 @@ def _record(
         "layers": [
             {"name": name} if copy is not None else _place(name, layer, source, rows) for name, layer in layers.items()
         ],
+        "embedding": next((name for name, child in modules.items() if child is embedding), ""),
+        "outputs": outputs,
         "head": next(name for name, layer in layers.items() if layer is weights.head),
         "siblings": weights.siblings,
         "cache": [shape.as_json() for shape in weights.shapes],
@@ -135,18 +142,42 @@ def _record(
     return about, script, found
 
 
-def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[str]]:
-    """A traced pass whose weights are further inputs, and the names of the weights, in this order."""
-    capture = runner.weights.capture
+@contextmanager
+def _captured(runner: ModelRunner, module: Any, outputs: bool = True) -> Iterator[HiddenStateCapture]:
+    """Captures what the head of a model or of its recording reads, and the outputs of its decoder layers, if any are
+    found and wanted.
+    """
+    capture = HiddenStateCapture()
+    if isinstance(module, RecordedModel):
+        capture.wanted = dict(enumerate(module.outputs)) if outputs else {}
+        module.capture(list(capture.wanted))
+    elif outputs:
+        with suppress(UnsupportedError):
+            capture.wanted = runner.weights.layers(range(int(runner.config.num_hidden_layers)))
+    capture.listen(runner.weights.head)  # a recording has it, too
+    try:
+        yield capture
+    finally:
+        capture.leave()
 
-    def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        capture.begin()
-        given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "logits_to_keep": keep}
-        return runner.module(**given, use_cache=False).logits, capture.take()[0]
 
-    runner.begin(BatchPlan([]), 8)
-    ids = torch.zeros(1, 8, dtype=torch.int64)
-    graph = trace(forward, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
+def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[str], int]:
+    """A traced pass whose weights are further inputs, the names of these weights in order, and how many layers' outputs
+    it gives behind logits and what the head reads.
+    """
+    with _captured(runner, runner.module) as capture:
+
+        def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
+            capture.begin()
+            given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "logits_to_keep": keep}
+            logits = runner.module(**given, use_cache=False).logits
+            read, *outputs = capture.take()
+            alike = all(each.shape == (*ids.shape, read.shape[-1]) and each.dtype == read.dtype for each in outputs)
+            return (logits, read, *(outputs if alike and len(outputs) == len(capture.wanted) else ()))
+
+        runner.begin(BatchPlan([]), 8)
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        graph = trace(forward, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
     torch._C._jit_pass_dce(graph)
     read: list[str] = []
     for node in list(graph.nodes()):
@@ -163,7 +194,7 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
             raise UnsupportedError(f"a tensor of {value.numel()} values belongs to no layer")
     if len(set(read)) < len(read):
         raise UnsupportedError("a weight is read in two places")
-    return _saved(graph), read
+    return _saved(graph), read, sum(len(leaves(value)) for value in graph.outputs()) - 2
 
 
 def _saved(graph: Any) -> bytes:
@@ -210,7 +241,7 @@ def _prove(
     """Compare passes of so many rows of the recorded model, with the same packed layers, with those of the model.
 
     Raises:
-        UnsupportedError: their logits differ.
+        UnsupportedError: their logits differ, or the outputs of layers.
     """
     layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLayer)}
     recorded = assemble(about, script, weights, layers, whole=lambda model: model)
@@ -220,14 +251,15 @@ def _prove(
         if rows > runner.max_context:
             continue
         tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
-        found: list[Tensor] = []
+        found: list[tuple[Tensor, ...]] = []
         for module in (own, recorded):
-            with runner.cache.lent(rows) as slot, runner.eagerly():
+            with runner.cache.lent(rows) as slot, runner.eagerly(), _captured(runner, module, keep is None) as capture:
                 runner.module = module
                 try:
                     plan = BatchPlan([SequenceRows(slot, 0, tokens)])
-                    found.append(runner.run(plan, rows, keep=keep).logits.clone())
+                    logits = runner.run(plan, rows, keep=keep).logits.clone()
+                    found.append((logits, *(capture.take()[: 1 + about["outputs"]] if keep is None else ())))
                 finally:
                     runner.module = own
-        if not torch.equal(*found):
+        if not all(torch.equal(*pair) for pair in zip(*found, strict=True)):
             raise UnsupportedError(f"its recorded pass of {rows} rows gives other logits")

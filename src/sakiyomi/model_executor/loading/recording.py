@@ -51,7 +51,7 @@ from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
 from sakiyomi.model_executor.recorded_model import PlainConfig, RecordedModel
 
 logger = logging.getLogger("sakiyomi")
-FORMAT = 4
+FORMAT = 5
 SCRIPT, TOKENIZER = "script", "tokenizer"
 SHIPPED = "recorded-{}.safetensors"  # beside the weights of an embedded model, by dtype
 SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
