@@ -183,8 +183,10 @@ def tales(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "draft",
-    ["auto", "prompt-lookup", "medusa:tales-medusa", "eagle:tales-eagle", "block:tales-block"]
-    + ["early-exit:4", "self-evicted"],
+    [
+        *("auto", "prompt-lookup", "medusa:tales-medusa", "eagle:tales-eagle", "block:tales-block"),
+        *("early-exit:4", "self-evicted"),
+    ],
 )
 def test_every_drafter_runs_beside_it(
     draft: str, tales: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch

@@ -101,7 +101,8 @@ class DrafterContext:
         packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM, on the device that is named.
-        pack: makes a model that ``load`` returned ready to run beside the target.
+        pack: makes a model that ``load`` returned ready to run beside the target, perhaps with its weights rounded to
+            "int8" or "int4".
         quantized: makes a second copy of the target with quantized weights, ready to run beside it.
         answer: the target's own answer to a request (``drafters.oracle.Answer``).
         allow_pickle: weights may be stored as pickle.
@@ -111,7 +112,7 @@ class DrafterContext:
     packed: Any
     vocab_size: int
     load: Callable[[str, str | None], Any] = _unavailable
-    pack: Callable[[Any], Any] = _unavailable
+    pack: Callable[..., Any] = _unavailable
     quantized: Callable[[str], Any] = _unavailable
     answer: Callable[[Context], Any] = _unavailable
     allow_pickle: bool = False

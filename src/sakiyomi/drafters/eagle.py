@@ -18,6 +18,7 @@ from torch import Tensor
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
+from sakiyomi.drafters.beside import fewer_bits
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.eagle_heads.formats import read_eagle
 from sakiyomi.drafters.eagle_heads.module import load_module
@@ -153,7 +154,8 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         if file.options.first:  # it reads the target's last norm
             target.unfold()
         target.capture(file.options.layers)
-        model = around.pack(Loaded(load_module(file, target), None, argument, folder, owned=True))
+        module = Loaded(load_module(file, target), None, argument, folder, owned=True)
+        model = around.pack(module, None if file.options.first else fewer_bits(target))
         head = SharedHead(target, model) if file.options.first else EagleHead(file, target, model)
         return cls(head, target.vocab_size)
 
