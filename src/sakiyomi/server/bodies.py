@@ -15,8 +15,9 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import token_places
-from sakiyomi.engine.chat_template import Dialogue, Ending, Rendering, read_template
+from sakiyomi.engine.chat_template import Dialogue, read_template
 from sakiyomi.engine.inputs import prompt_tokens
+from sakiyomi.engine.rendering import Ending, Rendering
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.chat_form import ChatForm
 from sakiyomi.server.config import ServerConfig

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.engine.chat_template import Dialogue, Rendering
+from sakiyomi.engine.chat_template import Dialogue
+from sakiyomi.engine.rendering import Rendering
 from sakiyomi.server.general_tools import GENERAL, told
 from sakiyomi.server.learnt_format import learnt, learnt_thoughts
 from sakiyomi.server.thoughts import THINK, ThoughtMarks

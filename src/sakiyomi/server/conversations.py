@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import decode_image
-from sakiyomi.engine.chat_template import Ending
+from sakiyomi.engine.rendering import Ending
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import bad_request, unsupported
 from sakiyomi.server.schema import ChatRequest, ImagePart, Message, TextPart, TokenizeRequest, ToolCall
