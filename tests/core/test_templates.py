@@ -53,7 +53,7 @@ def test_a_template_has_limited_time(process: TemplateProcess, template: str) ->
 
 @pytest.mark.parametrize("template", LARGE)
 def test_a_template_has_limited_memory(process: TemplateProcess, template: str) -> None:
-    with pytest.raises(InputError, match="more memory than|takes more than|characters, and"):
+    with pytest.raises(InputError, match=r"more memory than|takes more than|characters, and"):
         process.render(template, {})
     assert process.render("{{ a }}", {"a": "b"}) == "b"
 

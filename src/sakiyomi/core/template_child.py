@@ -72,7 +72,7 @@ def _compiled(template: str) -> Template:
 class _Generation(Extension):
     """``{% generation %}``, which marks for training what the assistant says: here it changes nothing."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  # as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
         """See ``Extension``."""

@@ -122,7 +122,7 @@ class Dialogue:
                 raise InputError("the model has no chat template that could describe tools to it; leave tools out")
             text = ""
             for message in messages:
-                role, said = message["role"], message["content"]
+                role, said = message["role"], message.get("content", "")
                 if not isinstance(said, str):
                     raise InputError("the model has no chat template that could give images a place; send text")
                 if role not in ("user", "assistant"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -70,13 +73,38 @@ def _in_process(tokenizer: Any, template: str, messages: Sequence[Mapping[str, A
         given[-1] = given[-1] | {"content": _marked(given[-1].get("content", ""))}
     values = {**(_special_tokens(tokenizer) or {}), **how.options, "messages": given, "tools": list(how.tools) or None}
     values |= {"documents": None, "add_generation_prompt": how.ending == "new"}
-    text = rendered_template(template or _of_several(tokenizer.chat_template, tools=bool(how.tools)), values)
+    text = _written(template or _of_several(tokenizer.chat_template, tools=bool(how.tools)), values)
     if how.ending != "begun":
         return text
     place = text.rfind(_BEGUN.strip())
     if place < 0:
         raise InputError("it leaves the end of the message out")
     return text[:place] if text.startswith(_BEGUN, place) else text[:place].rstrip()
+
+
+def _written(template: str, values: dict[str, Any]) -> str:
+    """What a template writes, with what it needs beyond the values that transformers has."""
+    while True:
+        try:
+            return rendered_template(template, values)
+        except InputError as error:
+            more = _needed(str(error), values)
+            if not more or all(values.get(name) == value for name, value in more.items()):
+                raise
+            values = values | more
+
+
+def _needed(failure: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values without which a template has failed."""
+    missing = re.search(r"'(\w+)' is undefined", failure)
+    name = "" if missing is None else missing[1]
+    if name.endswith("_token"):  # the tokenizer has none
+        return {name: ""}
+    if name == "functions":  # templates of before there were tools
+        return {name: json.dumps([tool.get("function", tool) for tool in values["tools"] or ()], indent=4)}
+    if name == "datetime":
+        return {name: f"{datetime.now():%b %d %Y}"}
+    return {"tools": []} if "'NoneType' object is not iterable" in failure else {}
 
 
 def _by_tokenizer(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], how: Rendering) -> str:

@@ -39,7 +39,7 @@ from sakiyomi.server.schema import (
     TokenizeRequest,
 )
 from sakiyomi.server.thoughts import ENDS, THINK, ends_inside
-from sakiyomi.server.tools import ToolFormat, shown
+from sakiyomi.server.tools import USUAL, ToolFormat, shown
 
 if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
@@ -211,8 +211,8 @@ class BodyReader:
         return jobs
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        called = any(message.tool_calls for message in messages)
-        return as_template_takes(messages, texts=called and self.form.calls is not None and self.form.calls.texts)
+        form = self.form.calls if any(message.tool_calls for message in messages) else None
+        return as_template_takes(messages, USUAL if form is None or form.way is None else form.way)
 
     def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
         """Whether the new text begins inside thoughts; None: thoughts are not separated from the reply.
@@ -233,7 +233,7 @@ class BodyReader:
         self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
     ) -> tuple[list[int], Source | None]:
         """Tokens of a conversation, and the model's inputs for its images."""
-        how = Rendering(tools, body.chat_template_kwargs or {}, ending)
+        how = Rendering(tools, body.chat_template_kwargs or {}, ending, nulls=True)
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages", {"options": "chat_template_kwargs"}):
             if not images:
@@ -261,7 +261,7 @@ class BodyReader:
             with _blaming("messages"):
                 messages = self._messages(body.messages)
                 given, _ = self.form.in_words(messages)
-                return self._dialogue.read(given, Rendering(ending=ending_of(body, messages)))
+                return self._dialogue.read(given, Rendering(ending=ending_of(body, messages), nulls=True))
         if body.continue_final_message or not body.add_generation_prompt:
             field = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
             raise bad_request(f"{field} is about messages, and this is a prompt; leave it out", field)
@@ -357,7 +357,8 @@ class BodyReader:
             raise bad_request("tool_choice needs tools", "tool_choice")
         choice = body.tool_choice or "auto"
         if not body.tools or choice == "none":
-            return body.tools or (), (), self._format(body), self.form.channels
+            matcher = self._format(body)
+            return body.tools or (), (), matcher, self.form.channels or (self.form.always if matcher is None else None)
         if body.response_format is not None and body.response_format.type != "text":
             raise bad_request("tools and response_format cannot be combined; send one of them", "response_format")
         if (form := self.form.calls) is None:

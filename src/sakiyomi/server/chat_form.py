@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.rendering import Rendering
-from sakiyomi.server.general_tools import GENERAL, told
-from sakiyomi.server.learnt_format import learnt, learnt_thoughts
+from sakiyomi.server.general_tools import GENERAL, joined, told
+from sakiyomi.server.learnt_format import learnt, learnt_thoughts, way_of_calls
 from sakiyomi.server.thoughts import THINK, ThoughtMarks
 from sakiyomi.server.tools import ToolFormat, in_channels, listed_format
 
@@ -35,7 +36,15 @@ class ChatForm:
         """How the model writes calls of tools; None: it has no chat template."""
         if not (template := self._dialogue.template):
             return None
-        return self.channels or learnt(self._write) or listed_format(template) or GENERAL
+        if self.channels is None and (form := learnt(self._write)) is not None:
+            return form
+        known = self.channels or listed_format(template)
+        return GENERAL if known is None else replace(known, way=way_of_calls(self._write))
+
+    @property
+    def always(self) -> ToolFormat | None:
+        """The format of calls if texts have a head in it, too: then replies are read by it where there are no tools."""
+        return form if (form := self.calls) is not None and form.recipient else None
 
     @cached_property
     def thoughts(self) -> ThoughtMarks | None:
@@ -49,12 +58,14 @@ class ChatForm:
     ) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """Messages and tools for the template, without what it has no place for, see ``general_tools``."""
         there = bool(tools) or any("tool_calls" in message or message["role"] == "tool" for message in messages)
-        if not there or self.calls is not GENERAL:
+        if not there or (form := self.calls) is None:
             return messages, tools
-        return told(messages, tools, system=self._takes_system), ()
+        if form is GENERAL:
+            return told(messages, tools, system=self._takes_system), ()
+        return (messages if form.way is not None else [_as_text(message, form) for message in messages]), tools
 
     def _write(self, messages: Sequence[Any], tools: Sequence[Any], new: bool) -> str:
-        return self._dialogue.rendered(messages, Rendering(tools, ending="new" if new else "none"))
+        return self._dialogue.rendered(messages, Rendering(tools, ending="new" if new else "none", nulls=True))
 
     @cached_property
     def _takes_system(self) -> bool:
@@ -62,3 +73,12 @@ class ChatForm:
         with suppress(InputError):
             return "SYSTEM" in self._dialogue.rendered(said)
         return False
+
+
+def _as_text(message: Mapping[str, Any], form: ToolFormat) -> Mapping[str, Any]:
+    """A message whose calls are texts in its content, for templates that leave calls out."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    said = {name: value for name, value in message.items() if name != "tool_calls"}
+    return said | {"content": joined(message.get("content", ""), form.written(found))}

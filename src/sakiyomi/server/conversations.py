@@ -19,6 +19,7 @@ from sakiyomi.engine.rendering import Ending
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import bad_request, unsupported
 from sakiyomi.server.schema import ChatRequest, ImagePart, Message, TextPart, TokenizeRequest, ToolCall
+from sakiyomi.server.tools import USUAL, CallWay
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,12 +66,12 @@ def ending_of(
     return "begun"
 
 
-def as_template_takes(messages: Sequence[Message], *, texts: bool = False) -> list[dict[str, Any]]:
-    """Messages in the form that templates take; ``texts``: arguments of earlier calls are JSON texts, not objects."""
-    return [_plain(message, number, texts) for number, message in enumerate(messages)]
+def as_template_takes(messages: Sequence[Message], way: CallWay = USUAL) -> list[dict[str, Any]]:
+    """Messages in the form that templates take, with calls in this way."""
+    return [_plain(message, number, way) for number, message in enumerate(messages)]
 
 
-def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
+def _plain(message: Message, number: int, way: CallWay) -> dict[str, Any]:
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise bad_request(
@@ -80,7 +81,8 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
     said: Any = "".join(map(text_of, parts))
     if any(isinstance(part, ImagePart) for part in parts):
         said = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": text_of(p)} for p in parts]
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": said}
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found |= way.content if content is None else {"content": said}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
@@ -90,7 +92,7 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
         if not said:  # for gpt-oss, whose template takes thoughts only beside calls
             found["thinking"] = thoughts
     if message.tool_calls:
-        found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
+        found["tool_calls"] = [_called(call, way.texts) for call in message.tool_calls]
     return found
 
 

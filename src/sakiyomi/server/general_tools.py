@@ -34,12 +34,12 @@ def told(
     for message in messages:
         said = dict(message)
         if calls := said.pop("tool_calls", ()):
-            said["content"] = "\n".join(filter(None, [said["content"], *map(_called, calls)]))
+            said["content"] = "\n".join(filter(None, [said.get("content"), *map(_called, calls)]))
         if said["role"] == "tool":
             name = names.get(said.pop("tool_call_id", ""), said.pop("name", "a function"))
-            said = {"role": "user", "content": _joined(f"Result of {name}: ", said["content"])}
+            said = {"role": "user", "content": joined(f"Result of {name}: ", said["content"])}
         if found and found[-1]["role"] == said["role"] == "user":  # templates want users and assistants by turns
-            said = {"role": "user", "content": _joined(found.pop()["content"], "\n\n", said["content"])}
+            said = {"role": "user", "content": joined(found.pop()["content"], "\n\n", said["content"])}
         found.append(said)
     if not tools:
         return found
@@ -50,7 +50,7 @@ def told(
     if first is None:
         return [{"role": role, "content": words}, *found]
     own = found[first]["content"]
-    both = _joined(own, "\n\n" if own else "", words) if system else _joined(words, "\n\n", own)
+    both = joined(own, "\n\n" if own else "", words) if system else joined(words, "\n\n", own)
     found[first] = found[first] | {"content": both}
     return found
 
@@ -60,7 +60,7 @@ def _called(call: Mapping[str, Any]) -> str:
     return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
 
 
-def _joined(*contents: Any) -> Any:
+def joined(*contents: Any) -> Any:
     """What messages say, as one: a text, or parts where one of them has images."""
     if all(isinstance(content, str) for content in contents):
         return "".join(contents)

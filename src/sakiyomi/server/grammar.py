@@ -271,6 +271,9 @@ class _Lark:
     def start(self, forced: bool, several: bool) -> str:
         """``start``: a reply that must call, or one that may."""
         form, opening = self._form, self._words(self._form.opening)
+        after = f"body ({opening} body){{0,{MOST_CALLS - 1 if several else 0}}}" if form.recipient else ""
+        if forced and after:
+            return f"start: {after}\n"
         if not opening:
             lead = f"({self._words(form.lead)})?" if form.lead in self._marks else ""
             plain = '\nCALLED: /\\s*\\{\\s*"name"(.|\\n)*/\nPLAIN: TEXT & ~CALLED\n'
@@ -286,7 +289,8 @@ class _Lark:
             # The mark is letters like others: as soon as they stand there, they are a mark.
             free += f"opening[lazy]: TEXT {opening}\n"
             begun = (f"(TEXT <[{self._other}]>)* " if self._other else "") + "opening"
-        return f"start: ({begun} body)" + ("* free" if several else " | free") + free
+        some = f"({begun} body)" + ("* free" if several else " | free")
+        return f"start: {some}{free}" if not after else f"start: {self._words(form.recipient)} ({some}) | {after}{free}"
 
     def _behind(self, text: str) -> str:
         return f"(<[{self._other}]> {text})*" if self._other else ""
