@@ -381,3 +381,34 @@ def test_what_templates_need_beyond_the_values_of_transformers() -> None:
     assert '"go_far"' in writer("{{ functions + '' }}")([ASKED], TOOLS, True)
     with pytest.raises(InputError, match="'nothing' is undefined"):
         writer("{{ nothing + '' }}")([ASKED], (), True)
+
+
+def test_a_template_that_writes_calls_and_does_not_tell_of_tools() -> None:
+    """The model is told of them in words, and of the form that its template writes."""
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    reader = BodyReader(
+        toy_llm("none", template=PLAIN.replace("{{ m.content }}", "{{ m.content }}" + calls)),
+        ServerConfig(served_name="toy"),
+    )
+    call = CALL | {"function": {"name": "look", "arguments": '{"far": true}'}}
+    messages = [ASKED, {"role": "assistant", "content": "Well.", "tool_calls": [call]}]
+    (job,) = reader.chat(ChatRequest.model_validate({"messages": messages, "tools": TOOLS}))
+    text = reader._llm.tokenizer.decode(job.prompt)
+    assert reader.form.calls is not None and reader.form.calls.opening == "<call>" and '"go_far"' in text
+    assert 'in this form: <call>{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}</call>' in text
+    assert 'Well.<call>{"name": "look", "arguments": {"far": true}}</call>' in text
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [("{{ m.content }}", "<|user|>How is it?"), ("{{ m.content | trim }}", "<|user|>How is it?"),
+     ("{% for p in m.content %}{{ p.text | trim }}{% endfor %}", "<|user|>How isit?")],
+)  # fmt: skip
+def test_parts_are_given_to_templates_that_write_them(written: str, text: str) -> None:
+    """Others get one text."""
+    reader = BodyReader(
+        toy_llm("none", template=PLAIN.replace("{{ m.content }}", written)), ServerConfig(served_name="toy")
+    )
+    parts = [{"type": "text", "text": "How is "}, {"type": "text", "text": "it?"}]
+    (job,) = reader.chat(ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]}))
+    assert reader._llm.tokenizer.decode(job.prompt).startswith(text)

@@ -212,7 +212,8 @@ class BodyReader:
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         form = self.form.calls if any(message.tool_calls for message in messages) else None
-        return as_template_takes(messages, USUAL if form is None or form.way is None else form.way)
+        way = USUAL if form is None or form.way is None else form.way
+        return as_template_takes(messages, way, lambda: self.form.takes_parts)
 
     def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
         """Whether the new text begins inside thoughts; None: thoughts are not separated from the reply.

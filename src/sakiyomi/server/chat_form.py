@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,10 +12,14 @@ from typing import Any
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.rendering import Rendering
-from sakiyomi.server.general_tools import GENERAL, joined, told
-from sakiyomi.server.learnt_format import learnt, learnt_thoughts, way_of_calls
+from sakiyomi.server.general_tools import GENERAL, described, joined, told
+from sakiyomi.server.learnt_format import TOOLS, learnt, learnt_thoughts, way_of_calls
+from sakiyomi.server.notations import Pairs
 from sakiyomi.server.thoughts import THINK, ThoughtMarks
 from sakiyomi.server.tools import ToolFormat, in_channels, listed_format
+
+_EXAMPLE = "nothing but a call in this form: "
+_TYPED = re.compile(r"""['"]type['"]""")
 
 
 class ChatForm:
@@ -37,7 +42,8 @@ class ChatForm:
         if not (template := self._dialogue.template):
             return None
         if self.channels is None and (form := learnt(self._write)) is not None:
-            return form
+            # A model that is told of tools in words is told how to call, too.
+            return form if self._tells or not isinstance(form.pairs, Pairs) else GENERAL
         known = self.channels or listed_format(template)
         return GENERAL if known is None else replace(known, way=way_of_calls(self._write))
 
@@ -62,10 +68,32 @@ class ChatForm:
             return messages, tools
         if form is GENERAL:
             return told(messages, tools, system=self._takes_system), ()
-        return (messages if form.way is not None else [_as_text(message, form) for message in messages]), tools
+        given = messages if form.way is not None else [_as_text(message, form) for message in messages]
+        if self._tells:
+            return given, tools
+        return described(
+            given, tools, _EXAMPLE + form.written([("NAME", {"ARGUMENT": "VALUE"})]), system=self._takes_system
+        ), ()
 
     def _write(self, messages: Sequence[Any], tools: Sequence[Any], new: bool) -> str:
         return self._dialogue.rendered(messages, Rendering(tools, ending="new" if new else "none", nulls=True))
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the user's message may be a list of parts."""
+        parts = [{"type": "text", "text": "PARTONE"}, {"type": "text", "text": "PARTTWO"}]
+        with suppress(InputError):
+            found = self._dialogue.rendered([{"role": "user", "content": parts}])
+            return "PARTONE" in found and "PARTTWO" in found and not _TYPED.search(found)
+        return False
+
+    @cached_property
+    def _tells(self) -> bool:
+        """Whether the template tells the model of tools."""
+        asked = [{"role": "user", "content": "QUESTION"}]
+        with suppress(InputError):
+            return self._write(asked, TOOLS, True) != self._write(asked, (), True)
+        return True
 
     @cached_property
     def _takes_system(self) -> bool:

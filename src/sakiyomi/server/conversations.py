@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -66,12 +66,20 @@ def ending_of(
     return "begun"
 
 
-def as_template_takes(messages: Sequence[Message], way: CallWay = USUAL) -> list[dict[str, Any]]:
-    """Messages in the form that templates take, with calls in this way."""
-    return [_plain(message, number, way) for number, message in enumerate(messages)]
+def as_template_takes(
+    messages: Sequence[Message], way: CallWay = USUAL, parts: Callable[[], bool] = bool
+) -> list[dict[str, Any]]:
+    """Messages in the form that templates take.
+
+    Args:
+        messages: of a request.
+        way: how calls are given.
+        parts: whether the template takes lists of parts, which are one text otherwise; by default it does not.
+    """
+    return [_plain(message, number, way, parts) for number, message in enumerate(messages)]
 
 
-def _plain(message: Message, number: int, way: CallWay) -> dict[str, Any]:
+def _plain(message: Message, number: int, way: CallWay, takes_parts: Callable[[], bool]) -> dict[str, Any]:
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise bad_request(
@@ -79,7 +87,8 @@ def _plain(message: Message, number: int, way: CallWay) -> dict[str, Any]:
         )
     parts = [content] if isinstance(content, str) else content or []
     said: Any = "".join(map(text_of, parts))
-    if any(isinstance(part, ImagePart) for part in parts):
+    several = message.role == "user" and len(parts) > 1
+    if any(isinstance(part, ImagePart) for part in parts) or (several and takes_parts()):
         said = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": text_of(p)} for p in parts]
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     found |= way.content if content is None else {"content": said}

@@ -13,9 +13,9 @@ from sakiyomi.server.tools import ToolFormat
 
 GENERAL = ToolFormat("general", ())
 """A reply that is a call is one object with a name and arguments."""
-_TOLD = """You can call functions. To call one, reply with one JSON object and nothing else: \
-{{"name": NAME, "arguments": {{...}}}}. Call a function only if it is needed; otherwise answer in words. \
-These are the functions:
+_OBJECT = 'one JSON object and nothing else: {"name": NAME, "arguments": {...}}'
+_TOLD = """You can call functions. To call one, reply with {call}. Call a function only if it is needed; otherwise \
+answer in words. These are the functions:
 {functions}"""
 
 
@@ -27,7 +27,7 @@ def told(
     Args:
         messages: in the form for templates, with arguments as objects.
         tools: OpenAI's descriptions.
-        system: the template takes a system message; else the first message of the user tells of the tools.
+        system: see ``described``.
     """
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     found: list[dict[str, Any]] = []
@@ -41,10 +41,25 @@ def told(
         if found and found[-1]["role"] == said["role"] == "user":  # templates want users and assistants by turns
             said = {"role": "user", "content": joined(found.pop()["content"], "\n\n", said["content"])}
         found.append(said)
+    return described(found, tools, _OBJECT, system=system)
+
+
+def described(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], call: str, *, system: bool
+) -> list[dict[str, Any]]:
+    """Messages that tell of tools in words.
+
+    Args:
+        messages: in the form for templates.
+        tools: OpenAI's descriptions.
+        call: what a call is.
+        system: the template takes a system message; else the first message of the user tells of the tools.
+    """
+    found = list(map(dict, messages))
     if not tools:
         return found
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    words = _TOLD.format(functions=functions)
+    words = _TOLD.format(call=call, functions=functions)
     role = "system" if system else "user"
     first = next((number for number, message in enumerate(found) if message["role"] == role), None)
     if first is None:
