@@ -461,3 +461,22 @@ def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
         calls = [call for _, some in found for call in some]
         assert [call["index"] for call in calls] == list(range(count))
         assert all(json.loads(call["function"]["arguments"]) == {"to": "海"} for call in calls)
+
+
+def test_the_rules_of_the_same_tools_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one request has read does not change the next one's."""
+    offered = [FunctionTool.model_validate(tool) for tool in TOOLS]
+    tokenizer, form = marked_tokenizer([]), form_of("Hermes, Qwen")
+    grammars, made = Grammars(tokenizer, 320, [0]), []
+    compiled = Grammars._matcher
+    monkeypatch.setattr(Grammars, "_matcher", lambda self, *how: made.append(1) or compiled(self, *how))
+    ids = tokenizer(WRITTEN["Hermes, Qwen"][0])["input_ids"]
+    for number in range(3):
+        matcher = grammars.of_tools(offered, form, forced=True, several=True)
+        assert matcher.try_consume_tokens(ids) == len(ids) and len(made) == 3, number
+    grammars.of_tools(offered[:1], form, forced=True, several=True)
+    grammars.of_tools(offered, form, forced=False, several=True)
+    assert len(made) == 5  # the tools' own schemas are known
+    for number in range(100):
+        grammars.of_schema({"const": number}, "x")
+    assert len(grammars._kept) < 100

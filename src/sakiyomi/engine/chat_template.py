@@ -168,7 +168,9 @@ class Dialogue:
         if wrong := [name for name in how.options if name in taken]:
             raise InputError(f"options has {wrong[0]!r}, which is no name that a template has of its own; leave it out")
         text = self.rendered(messages, how)
-        if how.tools and text == self.rendered(messages, how._replace(tools=())):
+        names = [str(tool.get("function", tool).get("name", "")) for tool in how.tools]
+        told = all(name and name in text for name in names)
+        if not told and text == self.rendered(messages, how._replace(tools=())):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
         return _as_text(text)
 
