@@ -261,7 +261,9 @@ class _Lark:
             if rules is None:
                 arguments = self._value(_object(tool))
             else:
-                arguments = f"{GAP if isinstance(form.pairs, Pairs) else ''} call_{i}_arguments"
+                gap = GAP if isinstance(form.pairs, Pairs) else ""
+                before = before.removesuffix("\n") if gap else before
+                arguments = f"{gap} call_{i}_arguments"
                 lark += rules.of(f"call_{i}", tool.function.parameters, f"tools.{tool.function.name}")
             lark += f"call_{i}: {self._words(before)} {arguments} {self._words(after)}\n"
         return lark
