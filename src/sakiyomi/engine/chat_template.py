@@ -170,7 +170,8 @@ class Dialogue:
         text = self.rendered(messages, how)
         if how.tools and text == self.rendered(messages, how._replace(tools=())):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
-        return _as_text(text)
+        mark, begun = how.begun
+        return _as_text(text + ("" if text.rstrip().endswith(mark) else mark) + begun)
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, whole or not at all.
