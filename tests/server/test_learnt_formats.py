@@ -17,7 +17,9 @@ from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import value_of
 from sakiyomi.server.general_tools import GENERAL, told
 from sakiyomi.server.grammar import Grammars
-from sakiyomi.server.learnt_format import Write, learnt, learnt_thoughts
+from sakiyomi.server.learnt_format import Write, learnt
+from sakiyomi.server.learnt_marks import learnt_text, learnt_thoughts
+from sakiyomi.server.said import TextReader
 from sakiyomi.server.schema import ChatRequest, FunctionTool, TokenizeRequest
 from sakiyomi.server.thoughts import THINK
 from sakiyomi.server.tools import ToolFormat, ToolReader, listed_format
@@ -156,11 +158,50 @@ def test_lists_as_in_python_are_no_longer_than_the_schema_says(most: int, right:
         assert (matcher.validate_tokens([*ids, 0]) == len(ids) + 1) == fits
 
 
+TEXTS = {
+    "<text>{{ m.content }}</text>": ("<text>", "</text><|end|>"),
+    "<|open|>said<|sep|>{{ m.content }}<|close|>said<|sep|>": (
+        "<|open|>said<|sep|>", "<|close|>said<|sep|><|end|>"
+    ),
+    "<think></think>{{ m.content }}": None,
+    "{{ m.content }}": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", TEXTS)
+def test_marks_of_the_text_are_learnt(written: str) -> None:
+    """They are taken away, with or without the mark of the reply's end, which the engine may have taken away before."""
+    marks = learnt_text(writer(CHAT.replace('{{ m.content or "" }}', written)), THINK)
+    assert marks == TEXTS[written]
+    if marks is None:
+        return
+    first = marks.closing.removesuffix("<|end|>")
+    for text, right in (
+        (f"{marks.opening}Hello.{marks.closing}", "Hello."), (f"{marks.opening}Hello.{first}", "Hello."),
+        (f"Well.{marks.opening}Hello <.{first}", "Well.Hello <."), (f"Hello.{first}", f"Hello.{first}"),
+        (f"{marks.opening}Hello", "Hello"), (marks.opening[:4], marks.opening[:4]),
+    ):  # fmt: skip
+        for size in (1, 3, 7, 1000):
+            reader = TextReader(marks)
+            parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)]
+            assert "".join([*parts, reader.push("", True)]) == right, (text, size)
+
+
 THOUGHTS = {
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}": ("<think>", "</think>"),
     "<think>{{ m.thinking }}</think>": ("<think>", "</think>"),
     "<|channel>thought\n{{ m.reasoning_content }}\n<channel|>": ("<|channel>thought", "<channel|>"),
     "[THINK]{{ m.reasoning_content }}[/THINK]": ("[THINK]", "[/THINK]"),
+    "{% if m.content is not string %}[T]{{ m.content[0].thinking }}[/T]{{ m.content[1].text }}{% endif %}": (
+        "[T]",
+        "[/T]",
+    ),
+    "{% if m.tool_calls %}<t>{{ m.thinking }}</t>{{ m.tool_calls[0].function.name }}{% endif %}": ("<t>", "</t>"),
+    "{% if m.tool_calls %}{{ m.thinking }}<call>{{ m.tool_calls[0].function.name }}{% endif %}": None,
+    "<|open|>think<|sep|>{{ m.thinking }}<|close|>think<|sep|><|open|>said<|sep|>": (
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+    ),
     "": None,
 }
 
@@ -307,11 +348,11 @@ def test_replies_whose_parts_say_to_whom_they_go() -> None:
             assert read(form, text, size) == (plain, calls), text
     offered = [FunctionTool.model_validate(tool) for tool in TOOLS]
     tokenizer = marked_tokenizer([])
-    for forced in (True, False):
-        matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=forced, several=True)
+    for forced, several in ((True, True), (False, True), (True, False), (False, False)):
+        matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=forced, several=several)
         for text, _, calls in cases[:4]:
             ids = tokenizer(text)["input_ids"]
-            right = not forced or (bool(calls) and not text.startswith("all"))
+            right = (not forced or (bool(calls) and not text.startswith("all"))) and len(calls) <= 1 + several
             assert (matcher.validate_tokens([*ids, 0]) == len(ids) + 1) == right, text
             assert (
                 matcher.validate_tokens([*tokenizer(text.replace("go_far", "go_out"))["input_ids"], 0]) < len(ids) + 1

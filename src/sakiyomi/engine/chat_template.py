@@ -172,7 +172,8 @@ class Dialogue:
         told = all(name and name in text for name in names)
         if not told and text == self.rendered(messages, how._replace(tools=())):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
-        return _as_text(text)
+        mark, begun = how.begun
+        return _as_text(text + ("" if text.rstrip().endswith(mark) else mark) + begun)
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, whole or not at all.

@@ -27,12 +27,14 @@ class Rendering(NamedTuple):
         options: further values for the template, by name.
         ending: where the prompt ends.
         nulls: the template is told of values that are null; transformers leaves them out.
+        begun: a mark and a text that a new reply begins with; the template may write the mark itself.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     options: Mapping[str, Any] = MappingProxyType({})
     ending: Ending = "new"
     nulls: bool = False
+    begun: tuple[str, str] = ("", "")
 
 
 def rendered(tokenizer: Any, template: str | None, messages: Sequence[Mapping[str, Any]], how: Rendering) -> str:

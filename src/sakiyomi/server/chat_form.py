@@ -12,10 +12,13 @@ from typing import Any
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.rendering import Rendering
+from sakiyomi.server.errors import unsupported
 from sakiyomi.server.general_tools import GENERAL, described, joined, told
-from sakiyomi.server.learnt_format import TOOLS, learnt, learnt_thoughts, way_of_calls
+from sakiyomi.server.learnt_format import TOOLS, learnt, way_of_calls
+from sakiyomi.server.learnt_marks import learnt_text, learnt_thoughts
 from sakiyomi.server.notations import Pairs
-from sakiyomi.server.thoughts import THINK, ThoughtMarks
+from sakiyomi.server.said import TextMarks
+from sakiyomi.server.thoughts import IN_CHANNELS, THINK, ThoughtMarks
 from sakiyomi.server.tools import ToolFormat, in_channels, listed_format
 
 _EXAMPLE = "nothing but a call in this form: "
@@ -58,6 +61,26 @@ class ChatForm:
         if not (template := self._dialogue.template):
             return None
         return learnt_thoughts(self._write) or (THINK if THINK.closing in template else None)
+
+    @cached_property
+    def text(self) -> TextMarks | None:
+        """What stands around the text of a reply; None: nothing, or messages in channels."""
+        return None if self.channels or not self._dialogue.template else learnt_text(self._write, self.thoughts)
+
+    def begun(self, thoughts: str) -> tuple[str, str]:
+        """The mark before thoughts that a reply begins with, and these.
+
+        Raises:
+            ApiError: the template has no thoughts.
+        """
+        if not thoughts:
+            return "", ""
+        if (marks := IN_CHANNELS if self.channels else self.thoughts) is None:
+            raise unsupported(
+                "the last message has thoughts alone, and the chat template has no marks around thoughts; give it text",
+                "continue_final_message",
+            )
+        return marks.opening, thoughts
 
     def in_words(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

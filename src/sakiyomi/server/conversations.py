@@ -66,6 +66,18 @@ def ending_of(
     return "begun"
 
 
+def begun_thoughts(
+    messages: Sequence[Mapping[str, Any]], ending: Ending
+) -> tuple[Sequence[Mapping[str, Any]], Ending, str]:
+    """Messages, how their prompt ends, and the thoughts that a new reply begins with.
+
+    A last message to be continued that has thoughts and no text is the beginning of a new reply.
+    """
+    last = messages[-1]
+    thoughts = str(last.get("reasoning_content", "")) if ending == "begun" and not last.get("content") else ""
+    return (messages[:-1], "new", thoughts) if thoughts else (messages, ending, "")
+
+
 def as_template_takes(
     messages: Sequence[Message], way: CallWay = USUAL, parts: Callable[[], bool] = bool
 ) -> list[dict[str, Any]]:

@@ -296,7 +296,8 @@ class _Lark:
     def start(self, forced: bool, several: bool) -> str:
         """``start``: a reply that must call, or one that may."""
         form, opening = self._form, self._words(self._form.opening)
-        after = f"body ({opening} body){{0,{MOST_CALLS - 1 if several else 0}}}" if form.recipient else ""
+        more = f"({opening} body){{0,{MOST_CALLS - 1}}}" if several else ""
+        after = f"body {more}" if form.recipient else ""
         if forced and after:
             return f"start: {after}\n"
         if not opening:

@@ -15,7 +15,6 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.server.notations import KEY, KIND, Inline, Notation, Pairs
-from sakiyomi.server.thoughts import ThoughtMarks
 from sakiyomi.server.tools import CallWay, ToolFormat, ToolReader
 
 Write = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
@@ -30,8 +29,7 @@ LEAD = "<|python_tag|>"
 LEARNT = "learnt"
 """Stands in ``ToolFormat.models``."""
 
-FIRST, SECOND, SAID, THOUGHT = "toolone", "tooltwo", "SAIDTEXT", "THOUGHTTEXT"
-_EDGE = r"(?:<[^<>]+>|\[/?[A-Z_]+\])"
+FIRST, SECOND, SAID = "toolone", "tooltwo", "SAIDTEXT"
 IDS = ("call0aaaa", "call1bbbb")  # nine letters and digits, as Mistral's templates want them
 ONE, TWO = {"argone": "valueone", "argtwo": 2718}, {"argone": "valuetwo"}
 KINDS: Mapping[str, Any] = {
@@ -52,7 +50,7 @@ TOOLS = tuple(
     {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
     for name, schema in _SCHEMAS.items()
 )
-_ASKED = {"role": "user", "content": "QUESTION"}
+ASKED = {"role": "user", "content": "QUESTION"}
 WAYS = tuple(CallWay(texts, silent) for silent in ("absent", "empty", "null") for texts in (False, True))
 
 
@@ -77,19 +75,6 @@ def way_of_calls(write: Write) -> CallWay | None:
     return None
 
 
-def learnt_thoughts(write: Write) -> ThoughtMarks | None:
-    """What a template writes around the thoughts of a reply; None: it leaves them out."""
-    for name in ("reasoning_content", "thinking"):
-        with suppress(InputError):
-            found = write([_ASKED, {"role": "assistant", "content": SAID, name: THOUGHT}], (), False)
-            before, thought, rest = found.partition(THOUGHT)
-            between, said, _ = rest.partition(SAID)
-            opening, closing = re.search(rf"{_EDGE}\w*\s*\Z", before), re.match(rf"\s*{_EDGE}", between)
-            if thought and said and opening is not None and closing is not None:
-                return ThoughtMarks(opening[0].strip(), closing[0].strip())
-    return None
-
-
 class _NoCallsError(Exception):
     """The template writes no such calls."""
 
@@ -107,11 +92,11 @@ class _Replies:
         self._said = self._all({"content": SAID})
         self._asked = ""
         with suppress(InputError):
-            self._asked = write([_ASKED], TOOLS, True)
+            self._asked = write([ASKED], TOOLS, True)
 
     def _all(self, reply: Mapping[str, Any]) -> str:
         with suppress(InputError):
-            found = self._write([_ASKED, {"role": "assistant", **reply}], TOOLS, False)
+            found = self._write([ASKED, {"role": "assistant", **reply}], TOOLS, False)
             return _NUMBER.sub("{number}", re.sub("|".join(IDS), "{id}", found))
         return ""
 
@@ -131,7 +116,7 @@ class _Replies:
         ]
         found = self._all({**self._way.content, "tool_calls": made})
         if all(name in found for name, _ in calls) and self._said:
-            begin = len(_same_begin(self._said, found))
+            begin = len(same_begin(self._said, found))
             if found.startswith(self._asked):
                 whole = _WHOLE.match(found, len(self._asked), max(begin, len(self._asked)))
                 begin = len(self._asked) if whole is None else whole.end()
@@ -158,7 +143,7 @@ def _same(*texts: str) -> str:
     return first[: next((n for n, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))]
 
 
-def _same_begin(*texts: str) -> str:
+def same_begin(*texts: str) -> str:
     """What texts begin with, up to the last mark that all of them have whole."""
     same = _same(*texts)
     cut = same.rfind("<")
@@ -255,7 +240,7 @@ def _one_by_one(replies: _Replies, one: str, two: str) -> Iterator[ToolFormat]:
     ends = none[none.index(FIRST) + len(FIRST) :]  # what is behind the name without arguments
     behind = alone[alone.index(FIRST) + len(FIRST) :]
     begun, _, tail = behind.partition("argone")
-    middle = _same_begin(ends, begun)
+    middle = same_begin(ends, begun)
     before = begun[len(middle) :]
     if not tail or "valueone" not in tail:
         return

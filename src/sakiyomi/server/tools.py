@@ -227,6 +227,11 @@ def in_channels(template: str) -> ToolFormat | None:
     return form if (form := listed_format(template)) is not None and form.channels else None
 
 
+def single(*texts: str) -> list[str]:
+    """What may be single tokens in marks: each of them, and the parts that look like tokens."""
+    return [*texts, *_MARK.findall(" ".join(texts))]
+
+
 def shown(marks: Sequence[str], tokenizer: Any) -> frozenset[int]:
     """Ids of the special tokens among marks: decoding must keep them for the reader."""
     special = profile(tokenizer).special
