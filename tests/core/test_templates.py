@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.templates import TemplateProcess
 
 
@@ -85,3 +87,23 @@ def test_a_process_that_has_ended_is_started_again(process: TemplateProcess) -> 
     assert process.render("a", {}) == "a" and process._child is not None
     os.kill(process._child.process.pid, signal.SIGKILL)
     assert process.render("b", {}) == "b"
+
+
+def test_an_interrupt_does_not_mix_up_replies(process: TemplateProcess) -> None:
+    """Ctrl-C while a template is rendered."""
+    assert process.render("a", {}) == "a" and process._child is not None
+    replies: Any = SimpleNamespace(readline=interrupted, close=process._child.replies.close)
+    process._child = process._child._replace(replies=replies)
+    with pytest.raises(KeyboardInterrupt):
+        process.render("b", {})
+    assert process.render("c", {}) == "c"
+
+
+def interrupted() -> bytes:
+    raise KeyboardInterrupt
+
+
+def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(LoadError, match="cannot be started"):
+        TemplateProcess().render("a", {})

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, LoadError
 
 SECONDS = 5.0
 """CPU time that a template may take."""
@@ -69,14 +69,20 @@ class TemplateProcess:
 
         Raises:
             InputError: the template takes too much time.
+            LoadError: the process cannot be started.
         """
         if self._child is None:
             self._child = self._started()
-        reply = b""
-        with suppress(OSError):
-            self._child.requests.write(request)
-            self._child.requests.flush()
-            reply = self._child.replies.readline()
+        reply, child = b"", self._child
+        try:
+            with suppress(OSError):
+                child.requests.write(request)
+                child.requests.flush()
+                reply = child.replies.readline()
+        except BaseException:  # an interrupt: the reply would be taken for that to the next request
+            child.process.kill()
+            self.close()
+            raise
         if not reply and self.close() == -getattr(signal, "SIGPROF", 0):
             raise self._exceeds(f"{self._seconds:g} s")
         return reply
@@ -98,11 +104,16 @@ class TemplateProcess:
     def _started(self) -> _Child:
         program = f"from sakiyomi.core.template_child import serve; serve({self._seconds!r}, {self._memory!r})"
         paths = os.pathsep.join(path for path in sys.path if path)
-        process = subprocess.Popen(
-            [sys.executable, "-S", "-c", program],
-            env=os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-S", "-c", program],
+                env=os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except OSError as error:
+            raise LoadError(
+                f"the process that renders chat templates cannot be started ({error}); use no template"
+            ) from None
         assert process.stdin is not None and process.stdout is not None
         return _Child(process, process.stdin, process.stdout)
 
