@@ -31,8 +31,9 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.files import cache_folder
 from sakiyomi.core.text import profile
 from sakiyomi.core.version import __version__
-from sakiyomi.engine.chat_template import Dialogue, Rendering
+from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.llm import _record_at_the_end
+from sakiyomi.engine.rendering import Rendering
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.features import HEAD

@@ -22,6 +22,7 @@ from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, listed_format, shown
 from server_toys import client, marked_tokenizer, running, toy_llm, web
+from tool_templates import form_of
 from toys import character_tokenizer, tiny_tokenizer
 
 SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
@@ -203,7 +204,7 @@ def test_arguments_are_the_text_that_the_schema_has(api: OpenAI, path: str) -> N
 @pytest.mark.parametrize("models", ["Qwen3-Coder", "GLM 4.5 to 4.7"])
 def test_names_of_arguments_are_their_text(models: str) -> None:
     """Those that are written one by one, too: a mark that is a token of its own is one where a mark stands alone."""
-    form = FORMS[models]
+    form = form_of(models)
     tokenizer = marked_tokenizer([*marks_of(form), "[NO]"])
     offered = [FunctionTool.model_validate(tool("go", "a[NO]b", {"enum": ["[NO]"]}))]
     matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=True, several=False)
@@ -243,28 +244,25 @@ def test_calls_that_may_be(api: OpenAI) -> None:
     assert chat(api, tools=TOOLS, max_tokens=12).choices[0].message.tool_calls is None
 
 
-# How a model of each kind writes one call and two, by the templates that the entries of FORMATS name, and some words of
-# such a template. Llama's says that there is one call a reply.
+# How a model of each kind writes one call and two. Llama's template says that there is one call a reply.
 GO, LOOK = '{"name": "go", "arguments": {"to": "sea"}}', '{"name": "look", "arguments": {"far": true}}'
 LLAMA = GO.replace("arguments", "parameters")
 
 
-def section(begin: str, end: str, call: str) -> tuple[str, str, str]:
-    """One call and two between marks of their own, and a template that writes such calls."""
+def section(begin: str, end: str, call: str) -> tuple[str, str]:
+    """One call and two between marks of their own."""
     one, two = call.format("go", '{"to": "sea"}'), call.format("look", '{"far": true}')
-    return begin + one + end, begin + one + two + end, repr(begin + call.format("' + name + '", "' + arguments + '"))
+    return begin + one + end, begin + one + two + end
 
 
 WRITTEN = {
-    "Mistral since 2025": (go := '[TOOL_CALLS]go[ARGS]{"to": "sea"}', go + '[TOOL_CALLS]look[ARGS]{"far": true}',
-                           "'[TOOL_CALLS]' + name + '[ARGS]' + arguments"),
-    "Mistral": (f"[TOOL_CALLS] [{GO}]", f"[TOOL_CALLS][{GO}, {LOOK}]", "'[TOOL_CALLS] ['"),
-    "Llama 3 and 4": (LLAMA, LLAMA, '"parameters": dictionary of argument name and its value'),
-    "Granite 3": (f"<|tool_call|>[{GO}]", f"<|tool_call|>[{GO}, {LOOK}]", "<|tool_call|> followed by a JSON list"),
-    "Phi 4 mini": (go := f"<|tool_call|>{GO}<|/tool_call|>", go + f"<|tool_call|>{LOOK}<|/tool_call|>",
-                   "<|tool_call|> <|/tool_call|>"),
-    "Phi 4 mini by vLLM's template": (f"functools[{GO}]", f"functools[{GO}, {LOOK}]", "formatted as functools[...]"),
-    "Nemotron": (f"<TOOLCALL>[{GO}]</TOOLCALL>", f"<TOOLCALL>[{GO}, {LOOK}]</TOOLCALL>", "<TOOLCALL>["),
+    "Mistral since 2025": (go := '[TOOL_CALLS]go[ARGS]{"to": "sea"}', go + '[TOOL_CALLS]look[ARGS]{"far": true}'),
+    "Mistral": (f"[TOOL_CALLS] [{GO}]", f"[TOOL_CALLS][{GO}, {LOOK}]"),
+    "Llama 3 and 4": (LLAMA, LLAMA),
+    "Granite 3": (f"<|tool_call|>[{GO}]", f"<|tool_call|>[{GO}, {LOOK}]"),
+    "Phi 4 mini": (go := f"<|tool_call|>{GO}<|/tool_call|>", go + f"<|tool_call|>{LOOK}<|/tool_call|>"),
+    "Phi 4 mini by vLLM's template": (f"functools[{GO}]", f"functools[{GO}, {LOOK}]"),
+    "Nemotron": (f"<TOOLCALL>[{GO}]</TOOLCALL>", f"<TOOLCALL>[{GO}, {LOOK}]</TOOLCALL>"),
     "DeepSeek V3, R1": section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"),
     "DeepSeek V3.1": section("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",
@@ -272,33 +270,35 @@ WRITTEN = {
     "Kimi K2": section("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
         "<|tool_call_begin|>functions.{}:3<|tool_call_argument_begin|>{}<|tool_call_end|>"),
     "Qwen3-Coder": (go := "<tool_call>\n<function=go>\n<parameter=to>\nsea\n</parameter>\n</function>\n</tool_call>",
-        go + "\n<tool_call>\n<function=look>\n<parameter=far>\ntrue\n</parameter>\n</function>\n</tool_call>",
-        "<tool_call>\n<function=' + name + '>\n<parameter='"),
+        go + "\n<tool_call>\n<function=look>\n<parameter=far>\ntrue\n</parameter>\n</function>\n</tool_call>"),
     "GLM 4.5 to 4.7": (go := "<tool_call>go\n<arg_key>to</arg_key>\n<arg_value>sea</arg_value>\n</tool_call>",
-        go + "\n<tool_call>look<arg_key>far</arg_key><arg_value>true</arg_value></tool_call>",
-        "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>"),
-    "gpt-oss": (go := '<|channel|>commentary to=functions.go <|constrain|>json<|message|>{"to": "sea"}<|call|>', go,
-        "<|channel|> <|message|> to=functions."),
-    "Hermes, Qwen": (go := f"<tool_call>\n{GO}\n</tool_call>", go + f"\n<tool_call>\n{LOOK}\n</tool_call>",
-                     "<tool_call></tool_call>"),
+        go + "\n<tool_call>look<arg_key>far</arg_key><arg_value>true</arg_value></tool_call>"),
+    "gpt-oss": (go := '<|channel|>commentary to=functions.go <|constrain|>json<|message|>{"to": "sea"}<|call|>', go),
+    "Hermes, Qwen": (go := f"<tool_call>\n{GO}\n</tool_call>", go + f"\n<tool_call>\n{LOOK}\n</tool_call>"),
     "LFM2": ("<|tool_call_start|>[go(to='sea')]<|tool_call_end|>",
-             "<|tool_call_start|>[go(to='sea'), look(far=True)]<|tool_call_end|>", "List of tools: ["),
+             "<|tool_call_start|>[go(to='sea'), look(far=True)]<|tool_call_end|>"),
 }  # fmt: skip
-FORMS = {form.models: form for form in FORMATS}
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-IN_TEXT = [models for models, form in FORMS.items() if not form.channels]
+IN_TEXT = [models for models in WRITTEN if models != "gpt-oss"]
 
 
 def marks_of(form: ToolFormat) -> list[str]:
     return [mark for mark in form.marks if "```" not in mark]
 
 
-def test_every_way_of_writing_is_known_by_its_template() -> None:
-    assert list(WRITTEN) == list(FORMS)
-    for models, (_, _, template) in WRITTEN.items():
+LISTED = {
+    "gpt-oss": "<|channel|> <|message|> to=functions.",
+    "Granite 3": "<|tool_call|> followed by a JSON list",
+    "LFM2": "List of tools: [",
+}
+"""Words of the templates of which nothing can be learnt."""
+
+
+def test_every_listed_format_is_known_by_its_template() -> None:
+    assert [form.models for form in FORMATS] == list(LISTED)
+    for models, template in LISTED.items():
         assert (form := listed_format(template)) is not None and form.models == models
-    for template in ("<tool_call>\n<function=x>", "<tool_call>x\n<arg_key>", "call:go{"):  # half of a way
-        assert listed_format(template) is None
+    assert listed_format("<|channel|>") is None  # half of a way
 
 
 @pytest.mark.few(2)
@@ -306,7 +306,7 @@ def test_every_way_of_writing_is_known_by_its_template() -> None:
 @pytest.mark.parametrize("models", IN_TEXT)
 def test_calls_are_written_and_found(models: str, tokens: str) -> None:
     """By the grammar, and by the reader, whether marks are tokens of their own or not, and however the text is cut."""
-    form, (one, text, _) = FORMS[models], WRITTEN[models]
+    form, (one, text) = form_of(models), WRITTEN[models]
     tokenizer = marked_tokenizer([*marks_of(form), "<think>"] if tokens != "letters" else [], tokens == "special")
     grammars = Grammars(tokenizer, 320, [0])
     offered = [FunctionTool.model_validate(tool) for tool in TOOLS]
@@ -382,7 +382,7 @@ def test_a_client_calls_with_models_whose_marks_are_special_tokens(models: str, 
         + call
         + "{{ raise_exception('nine letters!') if call.id | length != 9 }}{% endfor %}{% endfor %}"
     )
-    with running(toy_llm(template=template, marks=marks_of(FORMS[models]), max_batch=2)) as (_, url):
+    with running(toy_llm(template=template, marks=marks_of(form_of(models)), max_batch=2)) as (_, url):
         api = client(url)
         how = {"tools": TOOLS, "tool_choice": "required", "temperature": 0, "parallel_tool_calls": False}
         whole = chat(api, **how).choices[0]
@@ -397,12 +397,11 @@ def test_a_client_calls_with_models_whose_marks_are_special_tokens(models: str, 
 
 @pytest.mark.parametrize(
     ("written", "wanted"),
-    [("{{ c.function.arguments }}{#<｜tool▁calls▁begin｜>#}", '{"to":"sea"}'),
-     ("<c>{{ c.function.name }}<a>{{ c.function.arguments }}</c>", '<c>go<a>{"to":"sea"}</c>'),
+    [("<c>{{ c.function.name }}<a>{{ c.function.arguments }}</c>", '<c>go<a>{"to":"sea"}</c>'),
      ("<c>{{ c.function.name }}<a>{{ c.function.arguments | tojson }}</c>", '<c>go<a>{"to": "sea"}</c>')],
 )  # fmt: skip
 def test_arguments_of_earlier_calls_are_what_the_template_takes(written: str, wanted: str) -> None:
-    """JSON texts or objects: as a format of the list has it, or as is learnt."""
+    """JSON texts or objects, as is learnt."""
     each = f"{{% for c in m.tool_calls or [] %}}{written}{{% endfor %}}"
     template = "{% for m in messages %}{{ m.content if m.role == 'assistant' }}" + each + "{% endfor %}"
     reader = BodyReader(toy_llm("none", template=template), ServerConfig(served_name="toy"))
@@ -412,20 +411,10 @@ def test_arguments_of_earlier_calls_are_what_the_template_takes(written: str, wa
     assert job.prompt == tiny_tokenizer()(wanted)["input_ids"]
 
 
-def test_kimis_calls_have_the_ids_that_its_template_takes_back() -> None:
-    text = WRITTEN["Kimi K2"][1]
-    assert [call["id"] for call in ToolReader(FORMS["Kimi K2"]).push(text, True)[1]] == [
-        "functions.go:3",
-        "functions.look:3",
-    ]
-
-
-@pytest.mark.parametrize(
-    "models", [form.models for form in FORMATS if form.call.startswith('{"') and not form.channels]
-)
+@pytest.mark.parametrize("models", [models for models in IN_TEXT if WRITTEN[models][0].count('"arguments"')])
 def test_a_call_that_is_an_object_may_be_laid_out_in_any_way(models: str) -> None:
     """Models that are not forced write objects as other JSON writers do: indented, with an id, arguments first."""
-    form = FORMS[models]
+    form = form_of(models)
     field = next(name for name in ("arguments", "parameters") if f'"{name}"' in form.call)
     own = {"name": "go", field: {"to": "sea"}}
     for said in (own, dict(reversed(own.items())), own | {"id": "1"}, {"type": "function"} | own):
@@ -443,12 +432,12 @@ def test_a_call_that_is_an_object_may_be_laid_out_in_any_way(models: str) -> Non
 
 
 def test_a_list_of_no_calls_is_no_text() -> None:
-    assert ToolReader(FORMS["Mistral"]).push("[TOOL_CALLS][]", True) == ("", [])
+    assert ToolReader(form_of("Mistral")).push("[TOOL_CALLS][]", True) == ("", [])
 
 
 @pytest.mark.parametrize("models", ["Mistral since 2025", "Kimi K2", "DeepSeek V3, R1"])
 def test_a_name_may_have_white_space_in_and_around_it(models: str) -> None:
-    form = FORMS[models]
+    form = form_of(models)
     call = form.call.replace("{name}", " look far ").replace("{number}", "0").replace("{arguments}", "{}")
     (found,) = ToolReader(form).push(form.opening + call + form.closing, True)[1]
     assert found["function"]["name"] == "look far"
@@ -465,10 +454,29 @@ def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
         ("a <tool", "a <tool", 0),
     ]
     for text, plain, count in cases:
-        reader = ToolReader(FORMS["Hermes, Qwen"])
+        reader = ToolReader(form_of("Hermes, Qwen"))
         parts = [text[i : i + size] for i in range(0, len(text), size)]
         found = [reader.push(part, part_number == len(parts) - 1) for part_number, part in enumerate(parts)]
         assert "".join(said for said, _ in found) == plain
         calls = [call for _, some in found for call in some]
         assert [call["index"] for call in calls] == list(range(count))
         assert all(json.loads(call["function"]["arguments"]) == {"to": "海"} for call in calls)
+
+
+def test_the_rules_of_the_same_tools_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one request has read does not change the next one's."""
+    offered = [FunctionTool.model_validate(tool) for tool in TOOLS]
+    tokenizer, form = marked_tokenizer([]), form_of("Hermes, Qwen")
+    grammars, made = Grammars(tokenizer, 320, [0]), []
+    compiled = Grammars._matcher
+    monkeypatch.setattr(Grammars, "_matcher", lambda self, *how: made.append(1) or compiled(self, *how))
+    ids = tokenizer(WRITTEN["Hermes, Qwen"][0])["input_ids"]
+    for number in range(3):
+        matcher = grammars.of_tools(offered, form, forced=True, several=True)
+        assert matcher.try_consume_tokens(ids) == len(ids) and len(made) == 3, number
+    grammars.of_tools(offered[:1], form, forced=True, several=True)
+    grammars.of_tools(offered, form, forced=False, several=True)
+    assert len(made) == 5  # the tools' own schemas are known
+    for number in range(100):
+        grammars.of_schema({"const": number}, "x")
+    assert len(grammars._kept) < 100

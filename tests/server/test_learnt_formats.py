@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from real_files import real
 from sakiyomi.core.errors import InputError
@@ -18,36 +17,17 @@ from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import value_of
 from sakiyomi.server.general_tools import GENERAL, told
 from sakiyomi.server.grammar import Grammars
-from sakiyomi.server.learnt_format import Write, learnt, learnt_thoughts
+from sakiyomi.server.learnt_format import Write, learnt
+from sakiyomi.server.learnt_marks import learnt_text, learnt_thoughts
+from sakiyomi.server.said import TextReader
 from sakiyomi.server.schema import ChatRequest, FunctionTool, TokenizeRequest
 from sakiyomi.server.thoughts import THINK
 from sakiyomi.server.tools import ToolFormat, ToolReader, listed_format
 from server_toys import marked_tokenizer, toy_llm
+from tool_templates import ARGUMENTS, CHAT, COMMA, EACH, FUNCTIONARY, NAME, NAMED, SAID, inside, writer
 
-OWN = """{%- macro own(v) -%}{%- if v is string -%}<|"|>{{ v }}<|"|>{%- elif v is mapping -%}{{ "{" }}\
-{%- for a, b in v.items() -%}{{ a }}:{{ own(b) }}{{ "," if not loop.last }}{%- endfor -%}{{ "}" }}\
-{%- elif v is iterable -%}[{% for a in v %}{{ own(a) }}{{ "," if not loop.last }}{% endfor %}]\
-{%- else -%}{{ v | tojson }}{%- endif -%}{%- endmacro -%}"""
-CHAT = (
-    OWN
-    + """{{ tools | tojson if tools }}{% for m in messages %}<|{{ m.role }}|>{{ m.content or "" }}\
-{% for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% endfor %}<|end|>{% endfor %}\
-{{ "<|assistant|>" if add_generation_prompt }}"""
-)
-"""A template, with CALL for how it writes one of the calls."""
-EACH = "{% for k, v in f.arguments.items() %}PAIR{% endfor %}"
-SAID = "{{ v if v is string else v | tojson }}"
 PYTHON = """{{ k }}={% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}{{ ", " if not loop.last }}"""
 TYPED = f"""<p name="{{{{ k }}}}" as="{{{{ 'text' if v is string else 'json' }}}}">{SAID}</p>"""
-NAMED = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
-
-
-def inside(begin: str, end: str, call: str) -> str:
-    """How calls are written one after the other between marks."""
-    return f"{{{{ '{begin}' if loop.first }}}}{call}{{{{ '{end}' if loop.last }}}}"
-
-
-NAME, ARGUMENTS, COMMA = "{{ f.name }}", "{{ f.arguments | tojson }}", "{{ ', ' if not loop.last }}"
 NUMBERED = '{"number": "{{ loop.index0 }}", ' + NAMED[1:] + COMMA
 CALLS = {
     "objects between marks": f"<tool_call>\n{NAMED}\n</tool_call>",
@@ -91,34 +71,26 @@ TOOLS = [
 ]
 
 
-def writer(template: str) -> Write:
-    """What a template writes; what it raises is an InputError."""
-
-    def write(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], new: bool) -> str:
-        words = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": new}
-        try:
-            found, _ = render_jinja_template([[*messages]], [*tools] or None, chat_template=template, **words)
-            return str(found[0])
-        except Exception as error:
-            raise InputError(str(error)) from None
-
-    return write
-
-
 def replies(write: Write, form: ToolFormat, *calls: tuple[str, Mapping[str, Any]]) -> str:
     """How the template writes a reply of these calls: what is between the opening and the closing mark, with them."""
+    way = form.way
+    assert way is not None
     made = [
         {"id": f"call0{number}bcd", "type": "function",
-         "function": {"name": name, "arguments": json.dumps(values) if form.texts else values}}
+         "function": {"name": name, "arguments": json.dumps(values) if way.texts else values}}
         for number, (name, values) in enumerate(calls)
     ]  # fmt: skip
     asked = {"role": "user", "content": "QUESTION"}
-    text = write([asked, {"role": "assistant", "content": "", "tool_calls": made}], TOOLS, False)
+    text = write([asked, {"role": "assistant", **way.content, "tool_calls": made}], TOOLS, False)
     text = text.rpartition("QUESTION")[2]
-    if form.opening:
-        text = text[text.index(form.opening) :]
-        return text[: text.rindex(form.closing) + len(form.closing)] if form.closing else text.removesuffix("<|end|>")
-    return text[text.index("{") : text.rindex("}") + 1]
+    text = text[text.index(form.opening or "{") :]
+    if form.closing in text and form.closing:
+        return text[: text.rindex(form.closing) + len(form.closing)]
+    if text.endswith("<|end|>") and not form.recipient:  # of our own templates
+        return text.removesuffix("<|end|>")
+    if form.closing:  # one template closes several calls, and not one
+        return text + form.closing
+    return text[: text.rindex("]" if form.listed else "}") + 1].removeprefix(form.opening if form.recipient else "")
 
 
 def read(form: ToolFormat, text: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
@@ -134,7 +106,7 @@ def test_what_a_template_writes_is_learnt(name: str) -> None:
     """Calls in pieces of any size, between words."""
     write = writer(CHAT.replace("CALL", CALLS[name]))
     form = learnt(write)
-    assert form is not None and form.texts == (name == "texts")
+    assert form is not None and form.way is not None and form.way.texts == (name == "texts")
     calls = [GO] if name == "objects alone" else [GO, LOOK]
     text = replies(write, form, *calls)
     for size in (1, 3, 7, 1000):
@@ -186,11 +158,50 @@ def test_lists_as_in_python_are_no_longer_than_the_schema_says(most: int, right:
         assert (matcher.validate_tokens([*ids, 0]) == len(ids) + 1) == fits
 
 
+TEXTS = {
+    "<text>{{ m.content }}</text>": ("<text>", "</text><|end|>"),
+    "<|open|>said<|sep|>{{ m.content }}<|close|>said<|sep|>": (
+        "<|open|>said<|sep|>", "<|close|>said<|sep|><|end|>"
+    ),
+    "<think></think>{{ m.content }}": None,
+    "{{ m.content }}": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", TEXTS)
+def test_marks_of_the_text_are_learnt(written: str) -> None:
+    """They are taken away, with or without the mark of the reply's end, which the engine may have taken away before."""
+    marks = learnt_text(writer(CHAT.replace('{{ m.content or "" }}', written)), THINK)
+    assert marks == TEXTS[written]
+    if marks is None:
+        return
+    first = marks.closing.removesuffix("<|end|>")
+    for text, right in (
+        (f"{marks.opening}Hello.{marks.closing}", "Hello."), (f"{marks.opening}Hello.{first}", "Hello."),
+        (f"Well.{marks.opening}Hello <.{first}", "Well.Hello <."), (f"Hello.{first}", f"Hello.{first}"),
+        (f"{marks.opening}Hello", "Hello"), (marks.opening[:4], marks.opening[:4]),
+    ):  # fmt: skip
+        for size in (1, 3, 7, 1000):
+            reader = TextReader(marks)
+            parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)]
+            assert "".join([*parts, reader.push("", True)]) == right, (text, size)
+
+
 THOUGHTS = {
     "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}": ("<think>", "</think>"),
     "<think>{{ m.thinking }}</think>": ("<think>", "</think>"),
     "<|channel>thought\n{{ m.reasoning_content }}\n<channel|>": ("<|channel>thought", "<channel|>"),
     "[THINK]{{ m.reasoning_content }}[/THINK]": ("[THINK]", "[/THINK]"),
+    "{% if m.content is not string %}[T]{{ m.content[0].thinking }}[/T]{{ m.content[1].text }}{% endif %}": (
+        "[T]",
+        "[/T]",
+    ),
+    "{% if m.tool_calls %}<t>{{ m.thinking }}</t>{{ m.tool_calls[0].function.name }}{% endif %}": ("<t>", "</t>"),
+    "{% if m.tool_calls %}{{ m.thinking }}<call>{{ m.tool_calls[0].function.name }}{% endif %}": None,
+    "<|open|>think<|sep|>{{ m.thinking }}<|close|>think<|sep|><|open|>said<|sep|>": (
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+    ),
     "": None,
 }
 
@@ -205,12 +216,10 @@ def test_marks_of_thoughts_are_learnt(written: str) -> None:
 # ---------------------------------------------------------------- templates of real models
 
 NOT_LEARNT = {
-    "Kimi-K2-Instruct", "Kimi-K2-Thinking",  # they append to a list, which the sandbox refuses
-    "llama-cpp-deepseek-r1", "fireworks-ai-llama-3-firefunction-v2",  # they fail with any tools
-    "HuggingFaceTB-SmolLM3-3B", "LFM2-8B-A1B", "LFM2.5-Instruct", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
-    "ibm-granite-granite-3.3-2B-Instruct",  # they leave earlier calls out
-    "google-gemma-2-2b-it", "llama-cpp-rwkv-world", "microsoft-Phi-3.5-mini-instruct",  # they know no tools
-    "Kimi-K3", "meetkai-functionary-medium-v3.2", "muse-glimmer",  # every part of a reply has a head
+    "LFM2-8B-A1B", "LFM2.5-Instruct", "ibm-granite-granite-3.3-2B-Instruct",  # listed: they leave earlier calls out
+    "google-gemma-2-2b-it", "llama-cpp-rwkv-world", "microsoft-Phi-3.5-mini-instruct",
+    "HuggingFaceTB-SmolLM3-3B",  # they know no tools
+    "Kimi-K3", "muse-glimmer",  # every part of a reply has a head that names what it is
 }  # fmt: skip
 
 
@@ -263,9 +272,9 @@ def test_calls_and_results_become_words() -> None:
 def test_a_number_of_a_call_may_be_a_number() -> None:
     """Models write what templates put in quotes without them, too."""
     written = '{"number": "{number}", "name": "{name}", "arguments": {arguments}}'
-    form = ToolFormat("toy", (), "<a>", "</a>", call=written, id="{name}:{number}")
+    form = ToolFormat("toy", (), "<a>", "</a>", call=written)
     _, (call,) = ToolReader(form).push('<a>{"number": 3, "name": "look", "arguments": {}}</a>', True)
-    assert call["id"] == "look:3"
+    assert call["function"] == {"name": "look", "arguments": "{}"}
 
 
 def test_the_tokens_of_a_conversation_are_those_of_its_reply() -> None:
@@ -318,3 +327,129 @@ def test_thoughts_are_told_apart_by_the_marks_of_the_template() -> None:
         assert reader.form.thoughts == marks
         (job,) = reader.chat(ChatRequest.model_validate({"model": "toy", "messages": [ASKED]}))
         assert (job.reply.reasoning is None) == (marks is None) and job.reply.marks == (marks or THINK)
+
+
+# ---------------------------------------------------------------- templates with ways of their own
+
+
+def test_replies_whose_parts_say_to_whom_they_go() -> None:
+    """Texts have a head, whose beginning is in the prompt as that of a call is."""
+    form = learnt(writer(FUNCTIONARY))
+    assert form is not None and (form.opening, form.recipient) == (">>>", "all\n")
+    call = 'go_far\n{"to": "the sea & <b>", "steps": 12, "by": ["boat", "foot"]}'
+    look = 'look\n{"at": {"what": "sky"}, "far": true}'
+    cases: list[tuple[str, str, list[Any]]] = [
+        (call, "", [GO]), (f"{call}>>>{look}", "", [GO, LOOK]), ("all\nThe sea is wide.", "The sea is wide.", []),
+        (f"all\nI go. {{}}>>>{call}", "I go. {}", [GO]), ("The sea", "The sea", []), ("al", "al", []), ("", "", []),
+        ('{"a": 1}', '{"a": 1}', []),
+    ]  # fmt: skip
+    for text, plain, calls in cases:
+        for size in (1, 3, 7, 1000):
+            assert read(form, text, size) == (plain, calls), text
+    offered = [FunctionTool.model_validate(tool) for tool in TOOLS]
+    tokenizer = marked_tokenizer([])
+    for forced, several in ((True, True), (False, True), (True, False), (False, False)):
+        matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=forced, several=several)
+        for text, _, calls in cases[:4]:
+            ids = tokenizer(text)["input_ids"]
+            right = (not forced or (bool(calls) and not text.startswith("all"))) and len(calls) <= 1 + several
+            assert (matcher.validate_tokens([*ids, 0]) == len(ids) + 1) == right, text
+            assert (
+                matcher.validate_tokens([*tokenizer(text.replace("go_far", "go_out"))["input_ids"], 0]) < len(ids) + 1
+                or "go_far" not in text
+            )
+
+
+def test_the_head_of_a_text_is_read_without_tools_too() -> None:
+    reader = BodyReader(toy_llm("none", template=FUNCTIONARY), ServerConfig(served_name="toy"))
+    (job,) = reader.chat(ChatRequest.model_validate({"model": "toy", "messages": [ASKED]}))
+    assert job.reply.tools is not None and job.reply.tools.recipient == "all\n"
+    formed = {"messages": [ASKED], "response_format": {"type": "json_object"}}
+    assert reader.chat(ChatRequest.model_validate(formed))[0].reply.tools is None
+
+
+SILENT = {
+    "absent": "{% if m.content is defined %}{{ m.content }}{% else %}CALLS{% endif %}",
+    "empty": "{{ m.content | trim if m.content else 'CALLS' + m.content }}",
+    "null": "{% if m.content is defined and m.content is none %}CALLS{% else %}{{ m.content }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("silent", SILENT)
+def test_earlier_calls_are_given_in_the_way_that_the_template_writes(silent: str) -> None:
+    """Some templates write calls only where the content is absent, empty or null."""
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    if silent == "empty":
+        template = PLAIN.replace("{{ m.content }}", "{{ raise_exception('no') if m.content is not string }}" + calls)
+    else:
+        template = PLAIN.replace("{{ m.content }}", SILENT[silent].replace("CALLS", calls))
+    reader = BodyReader(toy_llm("none", template=template), ServerConfig(served_name="toy"))
+    call = CALL | {"function": {"name": "look", "arguments": '{"far": true}'}}
+    messages = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (job,) = reader.chat(ChatRequest.model_validate({"messages": messages}))
+    text = reader._llm.tokenizer.decode(job.prompt)
+    assert '<call>{"name": "look", "arguments": {"far": true}}</call>' in text
+    assert reader.form.calls is not None and reader.form.calls.way is not None
+    assert reader.form.calls.way.silent == silent
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [("List of tools: ", "<|tool_call_start|>[look(far=True)]<|tool_call_end|>"),
+     ("<|tool_call|> followed by a list", '<|tool_call|>[{"name": "look", "arguments": {"far": true}}]')],
+)  # fmt: skip
+def test_calls_that_a_template_leaves_out_are_texts(words: str, written: str) -> None:
+    """As the model writes them, so that it knows what it has called."""
+    template = "{{ 'WORDS' ~ tools if tools }}".replace("WORDS", words) + PLAIN
+    reader = BodyReader(toy_llm("none", template=template), ServerConfig(served_name="toy"))
+    call = CALL | {"function": {"name": "look", "arguments": '{"far": true}'}}
+    for content in (None, "Well. "):
+        messages = [ASKED, {"role": "assistant", "content": content, "tool_calls": [call]},
+                    {"role": "tool", "content": "wide", "tool_call_id": "x"}]  # fmt: skip
+        (job,) = reader.chat(ChatRequest.model_validate({"messages": messages, "tools": TOOLS}))
+        assert f"{content or ''}{written}" in reader._llm.tokenizer.decode(job.prompt)
+    form = reader.form.calls
+    assert form is not None and read(form, written, 3) == ("", [("look", {"far": True})])
+
+
+def test_what_templates_need_beyond_the_values_of_transformers() -> None:
+    for template, text in (
+        ("{{ bos_token + missing_token }}a", "a"),
+        ("{% for t in tools %}{{ t.function.name }}{% endfor %}b", "b"),
+        ("{{ functions + datetime[3:4] }}", "[] "),
+    ):
+        assert writer(template)([ASKED], (), True).removeprefix("<s>") == text
+    assert '"go_far"' in writer("{{ functions + '' }}")([ASKED], TOOLS, True)
+    with pytest.raises(InputError, match="'nothing' is undefined"):
+        writer("{{ nothing + '' }}")([ASKED], (), True)
+
+
+def test_a_template_that_writes_calls_and_does_not_tell_of_tools() -> None:
+    """The model is told of them in words, and of the form that its template writes."""
+    calls = "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    reader = BodyReader(
+        toy_llm("none", template=PLAIN.replace("{{ m.content }}", "{{ m.content }}" + calls)),
+        ServerConfig(served_name="toy"),
+    )
+    call = CALL | {"function": {"name": "look", "arguments": '{"far": true}'}}
+    messages = [ASKED, {"role": "assistant", "content": "Well.", "tool_calls": [call]}]
+    (job,) = reader.chat(ChatRequest.model_validate({"messages": messages, "tools": TOOLS}))
+    text = reader._llm.tokenizer.decode(job.prompt)
+    assert reader.form.calls is not None and reader.form.calls.opening == "<call>" and '"go_far"' in text
+    assert 'in this form: <call>{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}</call>' in text
+    assert 'Well.<call>{"name": "look", "arguments": {"far": true}}</call>' in text
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [("{{ m.content }}", "<|user|>How is it?"), ("{{ m.content | trim }}", "<|user|>How is it?"),
+     ("{% for p in m.content %}{{ p.text | trim }}{% endfor %}", "<|user|>How isit?")],
+)  # fmt: skip
+def test_parts_are_given_to_templates_that_write_them(written: str, text: str) -> None:
+    """Others get one text."""
+    reader = BodyReader(
+        toy_llm("none", template=PLAIN.replace("{{ m.content }}", written)), ServerConfig(served_name="toy")
+    )
+    parts = [{"type": "text", "text": "How is "}, {"type": "text", "text": "it?"}]
+    (job,) = reader.chat(ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]}))
+    assert reader._llm.tokenizer.decode(job.prompt).startswith(text)

@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.server.thoughts import ReasoningReader
+from sakiyomi.server.bodies import BodyReader
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.schema import ChatRequest, TokenizeRequest
+from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
 from server_toys import running, toy_llm, web
 
 TEXTS = {
@@ -21,6 +25,13 @@ TEXTS = {
     "<think>never closed\n": (False, "never closed\n", ""),
     "<think></think>": (False, "", ""),
     "<thi": (False, "", "<thi"),
+    "</think>\n\nFour.": (False, "", "Four."),
+}
+CALLS = {
+    "Hm.\n<call>{}</call>": ("Hm.", "<call>{}</call>"),
+    "<call>{}</call> Four.": ("", "<call>{}</call> Four."),
+    "Hm <call>{}</call>.\n</think>Four.": ("Hm <call>{}</call>.", "Four."),
+    "Hm <cal": ("Hm <cal", ""),
 }
 
 
@@ -37,6 +48,14 @@ def test_every_way_to_cut_a_text_gives_the_same(text: str) -> None:
     for a, b in itertools.islice(cuts, 0, None, 3):
         assert read([text[:a], text[a:b], text[b:], ""], opened) == tuple(wanted)
     assert read([*text, ""], opened) == tuple(wanted) == read([text], opened)
+
+
+@pytest.mark.parametrize("text", CALLS)
+def test_a_call_ends_thoughts_that_are_never_closed(text: str) -> None:
+    for cut in range(len(text)):
+        reader = ReasoningReader(opened=True, call="<call>")
+        found = [reader.push(text[:cut], False), reader.push(text[cut:], False), reader.push("", True)]
+        assert ("".join(thoughts for thoughts, _ in found), "".join(reply for _, reply in found)) == CALLS[text]
 
 
 def test_what_is_certain_is_not_held_back() -> None:
@@ -101,3 +120,37 @@ def test_anthropics_messages_have_a_block_of_them(url: str) -> None:
         ],
     )
     assert again["type"] == "message"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (THINKING, "assistant: <think>Let me"),
+        (THINKING.replace(" <think>", "{# <think></think> #}"), "assistant:<think>Let me"),
+    ],
+)
+def test_thoughts_are_continued(template: str, end: str) -> None:
+    """A last message that has thoughts alone is the beginning of a reply; a mark stands before them once."""
+    reader = BodyReader(toy_llm("none", template=template), ServerConfig(served_name="toy"))
+    messages = [{"role": "user", "content": "Hm"}, {"role": "assistant", "content": "", "reasoning_content": "Let me"}]
+    asked = {"messages": messages, "continue_final_message": True}
+    (job,) = reader.chat(ChatRequest.model_validate(asked))
+    assert reader._llm.tokenizer.decode(job.prompt).endswith(end) and job.reply.reasoning is True
+    assert reader.tokenize(TokenizeRequest.model_validate(asked)) == job.prompt
+    (job,) = reader.chat(ChatRequest.model_validate(asked | {"reasoning_format": "none"}))
+    assert job.reply.reasoning is None
+
+
+def test_thoughts_are_not_continued_where_there_are_none() -> None:
+    reader = BodyReader(toy_llm("none", template="{% for m in messages %}{{ m.content }}{% endfor %}"), ServerConfig())
+    messages = [{"role": "user", "content": "Hm"}, {"role": "assistant", "content": "", "reasoning_content": "Let me"}]
+    with pytest.raises(ApiError, match="thoughts alone"):
+        reader.chat(ChatRequest.model_validate({"messages": messages, "continue_final_message": True}))
+
+
+def test_thoughts_are_continued_in_their_channel() -> None:
+    reader = ChannelReader(thinking=True)
+    assert reader.push(" look.<|end|><|start|>assistant<|channel|>final<|message|>Four.", True)[:2] == (
+        " look.",
+        "Four.",
+    )

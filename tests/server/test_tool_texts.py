@@ -12,11 +12,11 @@ from sakiyomi.server.fields import value_of
 from sakiyomi.server.grammar import Grammars
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.thoughts import ChannelReader
-from sakiyomi.server.tools import FORMATS, MARKS, ToolReader
+from sakiyomi.server.tools import MARKS, ToolReader
 from server_toys import client, marked_tokenizer, running, toy_llm
+from tool_templates import MODELS, form_of
 from toys import tiny_tokenizer
 
-FORMS = {form.models: form for form in FORMATS}
 SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
 
 
@@ -82,7 +82,7 @@ def written(models: str, pairs: dict[str, str]) -> str:
 @pytest.mark.parametrize("tokens", [False, True])
 def test_values_keep_to_the_schema(models: str, tokens: bool) -> None:
     """Texts are any text; numbers, objects and null are JSON where they are allowed."""
-    form = FORMS[models]
+    form = form_of(models)
     offered = [FunctionTool.model_validate({"type": "function", "function": {"name": "do", "parameters": SCHEMA}})]
     tokenizer = marked_tokenizer(form.marks if tokens else [])
     matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form, forced=True, several=True)
@@ -95,7 +95,7 @@ def test_values_keep_to_the_schema(models: str, tokens: bool) -> None:
 @pytest.mark.parametrize("size", [1, 4, 1000])
 def test_values_are_what_the_schema_says(models: str, size: int) -> None:
     for pairs, value in RIGHT:
-        text, reader = written(models, pairs), ToolReader(FORMS[models], schemas={"do": SCHEMA})
+        text, reader = written(models, pairs), ToolReader(form_of(models), schemas={"do": SCHEMA})
         parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)] + [reader.push("", True)]
         (call,) = [call for _, calls in parts for call in calls]
         assert json.loads(call["function"]["arguments"]) == value and call["function"]["name"] == "do"
@@ -106,11 +106,11 @@ def test_any_argument_where_the_schema_names_none() -> None:
     offered = [FunctionTool.model_validate({"type": "function", "function": {"name": "do"}})]
     for models in WAYS:
         tokenizer = tiny_tokenizer()
-        matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, FORMS[models], forced=True, several=False)
+        matcher = Grammars(tokenizer, 320, [0]).of_tools(offered, form_of(models), forced=True, several=False)
         for pairs in ({}, {"a": "1"}, {"a": "1", "b": "x\ny"}):
             ids = tokenizer(written(models, pairs))["input_ids"]
             assert matcher.validate_tokens([*ids, 0]) == len(ids) + 1
-        (call,) = ToolReader(FORMS[models], schemas={"do": {}}).push(written(models, {"a": "1", "b": "x"}), True)[1]
+        (call,) = ToolReader(form_of(models), schemas={"do": {}}).push(written(models, {"a": "1", "b": "x"}), True)[1]
         assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": "x"}
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_kept_to_in_texts_is_refused() -> None:
     ):
         one = FunctionTool.model_validate({"type": "function", "function": {"name": "do", "parameters": parameters}})
         with pytest.raises(ApiError, match=words):
-            Grammars(tiny_tokenizer(), 320, [0]).of_tools([one], FORMS["Qwen3-Coder"], forced=True, several=True)
+            Grammars(tiny_tokenizer(), 320, [0]).of_tools([one], form_of("Qwen3-Coder"), forced=True, several=True)
 
 
 # ---------------------------------------------------------------- channels
@@ -168,7 +168,7 @@ def test_what_follows_a_reply_that_has_begun_is_text(size: int) -> None:
     assert "".join(part[1] for part in parts) == text.removesuffix("<|return|>")
     call = '{"name": "go", "parameters": {"to": "sea"}}'
     for begun in (False, True):
-        calls = ToolReader(FORMS["Llama 3 and 4"], schemas=SCHEMAS, begun=begun)
+        calls = ToolReader(form_of("Llama 3 and 4"), schemas=SCHEMAS, begun=begun)
         found = [calls.push(call[i : i + size], False) for i in range(0, len(call), size)] + [calls.push("", True)]
         assert "".join(part[0] for part in found) == (call if begun else "") and len(calls.calls) == (not begun)
 
@@ -194,9 +194,9 @@ def test_arguments_may_have_the_text_of_a_mark(size: int) -> None:
         assert "".join(part[1] for part in parts) == "Done." * ("Done." in behind)
 
 
-@pytest.mark.parametrize("models", [form.models for form in FORMATS if form.pairs is None])
+@pytest.mark.parametrize("models", [*(models for models in MODELS if models not in WAYS), "gpt-oss", "Granite 3"])
 def test_arguments_that_are_nested_too_deeply_are_text(models: str) -> None:
-    form, deep = FORMS[models], '{"to": ' + "[" * 20000
+    form, deep = form_of(models), '{"to": ' + "[" * 20000
     before = CALL[: CALL.index("{")] if form.channels else form.opening + form.around("go")[0]
     reader = ChannelReader(schemas=SCHEMAS) if form.channels else ToolReader(form, schemas=SCHEMAS)
     (*_, said, _), (*_, rest, calls) = reader.push(before + deep, False), reader.push("", True)
@@ -208,7 +208,7 @@ def test_an_argument_that_is_nested_too_deeply_is_a_text() -> None:
 
 
 def test_the_grammar_of_channels() -> None:
-    tokenizer, form = marked_tokenizer(MARKS), FORMS["gpt-oss"]
+    tokenizer, form = marked_tokenizer(MARKS), form_of("gpt-oss")
     end = tokenizer.convert_tokens_to_ids("<|return|>")
     grammars = Grammars(tokenizer, 320, [end])
 

@@ -9,40 +9,21 @@ import json
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 from sakiyomi.core.chats import Chat, is_chat
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.files import whole_file
 from sakiyomi.core.images import ImagePrompt, read_images
-from sakiyomi.core.messages import one_line
+from sakiyomi.engine.rendering import Rendering, rendered, template_of
 
 WORDS = ("auto", "none")
 """What may be given instead of a template."""
 Content = str | list[dict[str, str]]
 """What a message says: a text, or parts, ``{"type": "image", "path": ...}`` and ``{"type": "text", "text": ...}``."""
-Ending = Literal["new", "begun", "none"]
-"""Where a prompt of messages ends: where a new reply begins, inside the last message, or behind it."""
 Exchange = tuple[Content, str]
 """A message and the reply to it."""
 _OPENING = '"(“'
-
-
-class Rendering(NamedTuple):
-    """How a template writes messages.
-
-    Attributes:
-        tools: JSON schemas of tools.
-        options: further values for the template, by name.
-        ending: where the prompt ends.
-    """
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    options: Mapping[str, Any] = MappingProxyType({})
-    ending: Ending = "new"
-
-
 _NEW_REPLY = Rendering()
 
 
@@ -113,7 +94,7 @@ class Dialogue:
         """The template's text; "" without one."""
         if self.plain:
             return ""
-        return self._template or str(self._tokenizer.get_chat_template(tools=[]))
+        return self._template or template_of(self._tokenizer)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -141,7 +122,7 @@ class Dialogue:
                 raise InputError("the model has no chat template that could describe tools to it; leave tools out")
             text = ""
             for message in messages:
-                role, said = message["role"], message["content"]
+                role, said = message["role"], message.get("content", "")
                 if not isinstance(said, str):
                     raise InputError("the model has no chat template that could give images a place; send text")
                 if role not in ("user", "assistant"):
@@ -183,13 +164,16 @@ class Dialogue:
         """
         if self.plain:
             raise InputError("the model has no chat template that could give images a place; give one, or send text")
-        taken = signature(self._tokenizer.apply_chat_template).parameters
+        taken = signature(self._tokenizer.apply_chat_template).parameters if how.options else ()
         if wrong := [name for name in how.options if name in taken]:
             raise InputError(f"options has {wrong[0]!r}, which is no name that a template has of its own; leave it out")
         text = self.rendered(messages, how)
-        if how.tools and text == self.rendered(messages, how._replace(tools=())):
+        names = [str(tool.get("function", tool).get("name", "")) for tool in how.tools]
+        told = all(name and name in text for name in names)
+        if not told and text == self.rendered(messages, how._replace(tools=())):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
-        return _as_text(text)
+        mark, begun = how.begun
+        return _as_text(text + ("" if text.rstrip().endswith(mark) else mark) + begun)
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, whole or not at all.
@@ -222,20 +206,12 @@ class Dialogue:
         self.exchanges = exchanges
 
     def rendered(self, messages: Sequence[Mapping[str, Any]], how: Rendering = _NEW_REPLY) -> str:
-        """What the template writes, which may leave tools out; see ``text``."""
-        ends = {"add_generation_prompt": how.ending == "new", "continue_final_message": how.ending == "begun"}
-        given = {**how.options, "tools": how.tools or None, "chat_template": self._template, "tokenize": False}
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, **given, **ends))
-        except Exception as error:  # a template is a program that may raise anything
-            if how.ending == "begun":
-                self.rendered(messages, how._replace(ending="new"))  # if that works, only the continuation does not
-                raise InputError(
-                    f"the chat template cannot continue the last message ({one_line(error)}); let a new reply begin"
-                ) from None
-            raise InputError(
-                f"the chat template fails ({type(error).__name__}: {error}); give another one, or none for plain text"
-            ) from None
+        """What the template writes, which may leave tools out; see ``text``.
+
+        Raises:
+            InputError: the template does not take the messages.
+        """
+        return rendered(self._tokenizer, self._template, messages, how)
 
 
 def has_template(tokenizer: Any, processor: Any = None) -> bool:

@@ -26,11 +26,12 @@ from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.core.threads import govern_threads
 from sakiyomi.drafters import Drafter, Proposer, make_drafter, parse_drafters
-from sakiyomi.engine.chat_template import Dialogue, Rendering
+from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
 from sakiyomi.engine.model_pool import ModelPool, answer, wait
 from sakiyomi.engine.prefixes import Prefixes
+from sakiyomi.engine.rendering import Rendering
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.model_executor.build import build_runner, check_compile

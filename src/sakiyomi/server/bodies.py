@@ -15,12 +15,13 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tokens import token_places
-from sakiyomi.engine.chat_template import Dialogue, Ending, Rendering, read_template
+from sakiyomi.engine.chat_template import Dialogue, read_template
 from sakiyomi.engine.inputs import prompt_tokens
+from sakiyomi.engine.rendering import Ending, Rendering
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.server.chat_form import ChatForm
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.conversations import as_template_takes, ending_of, read_images, text_of
+from sakiyomi.server.conversations import as_template_takes, begun_thoughts, ending_of, read_images, text_of
 from sakiyomi.server.errors import ApiError, bad_request, no_model, unsupported
 from sakiyomi.server.escapes import Matcher
 from sakiyomi.server.grammar import Constraint, Grammars, Penalties
@@ -38,7 +39,7 @@ from sakiyomi.server.schema import (
     TokenizeRequest,
 )
 from sakiyomi.server.thoughts import ENDS, THINK, ends_inside
-from sakiyomi.server.tools import ToolFormat, shown
+from sakiyomi.server.tools import USUAL, ToolFormat, shown
 
 if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
@@ -199,40 +200,44 @@ class BodyReader:
         tools, offered, matcher, form = self._tools(body)
         ending = ending_of(body, messages, in_channels=self.form.channels is not None and matcher is not None)
         given, described = self.form.in_words(messages, [tool.model_dump(exclude_none=True) for tool in tools])
-        tokens, source = self._read(given, described, body, ending)
+        given, ending, thoughts = begun_thoughts(given, ending)
+        tokens, source = self._read(given, described, body, ending, thoughts)
         limit = self._room.limit(tokens, body.max_completion_tokens or body.max_tokens, field, "messages")
         begun = str(messages[-1]["content"]) if ending == "begun" else ""
         schemas = {tool.function.name: tool.function.parameters for tool in offered}
-        reply = Reply(form, schemas, self._reasoning(body, tokens, begun), bool(begun), self.form.thoughts or THINK)
+        reasoning = self._reasoning(body, tokens, begun, thoughts)
+        reply = Reply(form, schemas, reasoning, bool(begun), self.form.thoughts or THINK, self.form.text)
         jobs = self._jobs(body, tokens, limit, 0, matcher)
         for index, job in enumerate(jobs):
             job.index, job.reply, job.source = index, reply, source
         return jobs
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        called = any(message.tool_calls for message in messages)
-        return as_template_takes(messages, texts=called and self.form.calls is not None and self.form.calls.texts)
+        form = self.form.calls if any(message.tool_calls for message in messages) else None
+        way = USUAL if form is None or form.way is None else form.way
+        return as_template_takes(messages, way, lambda: self.form.takes_parts)
 
-    def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str) -> bool | None:
+    def _reasoning(self, body: ChatRequest, tokens: list[int], begun: str, thoughts: str) -> bool | None:
         """Whether the new text begins inside thoughts; None: thoughts are not separated from the reply.
 
         A reply under a grammar has no thoughts.
         """
         formed = body.response_format is not None and body.response_format.type != "text"
         if self.form.channels is not None:
-            return None if body.reasoning_format == "none" else False
+            return None if body.reasoning_format == "none" else bool(thoughts)
         forced = body.tool_choice not in (None, "none", "auto")
         if body.reasoning_format == "none" or formed or forced or self.form.thoughts is None:
             return None
-        if begun:
-            return ends_inside(begun, self.form.thoughts) or None
-        return str(self._llm.tokenizer.decode(tokens[-8:])).rstrip().endswith(self.form.thoughts.opening)
+        if begun or thoughts:
+            return bool(thoughts) or ends_inside(begun, self.form.thoughts) or None
+        opening = self.form.thoughts.opening
+        return str(self._llm.tokenizer.decode(tokens[-len(opening) - 8 :])).rstrip().endswith(opening)
 
     def _read(
-        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending
+        self, messages: Sequence[Any], tools: Sequence[Any], body: ChatRequest, ending: Ending, thoughts: str
     ) -> tuple[list[int], Source | None]:
         """Tokens of a conversation, and the model's inputs for its images."""
-        how = Rendering(tools, body.chat_template_kwargs or {}, ending)
+        how = Rendering(tools, body.chat_template_kwargs or {}, ending, nulls=True, begun=self.form.begun(thoughts))
         images = read_images(body.messages, self._config, self.blind)
         with _blaming("messages", {"options": "chat_template_kwargs"}):
             if not images:
@@ -260,7 +265,8 @@ class BodyReader:
             with _blaming("messages"):
                 messages = self._messages(body.messages)
                 given, _ = self.form.in_words(messages)
-                return self._dialogue.read(given, Rendering(ending=ending_of(body, messages)))
+                given, ending, thoughts = begun_thoughts(given, ending_of(body, messages))
+                return self._dialogue.read(given, Rendering(ending=ending, nulls=True, begun=self.form.begun(thoughts)))
         if body.continue_final_message or not body.add_generation_prompt:
             field = "continue_final_message" if body.continue_final_message else "add_generation_prompt"
             raise bad_request(f"{field} is about messages, and this is a prompt; leave it out", field)
@@ -356,7 +362,8 @@ class BodyReader:
             raise bad_request("tool_choice needs tools", "tool_choice")
         choice = body.tool_choice or "auto"
         if not body.tools or choice == "none":
-            return body.tools or (), (), self._format(body), self.form.channels
+            matcher = self._format(body)
+            return body.tools or (), (), matcher, self.form.channels or (self.form.always if matcher is None else None)
         if body.response_format is not None and body.response_format.type != "text":
             raise bad_request("tools and response_format cannot be combined; send one of them", "response_format")
         if (form := self.form.calls) is None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import decode_image
-from sakiyomi.engine.chat_template import Ending
+from sakiyomi.engine.rendering import Ending
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import bad_request, unsupported
 from sakiyomi.server.schema import ChatRequest, ImagePart, Message, TextPart, TokenizeRequest, ToolCall
+from sakiyomi.server.tools import USUAL, CallWay
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,12 +66,32 @@ def ending_of(
     return "begun"
 
 
-def as_template_takes(messages: Sequence[Message], *, texts: bool = False) -> list[dict[str, Any]]:
-    """Messages in the form that templates take; ``texts``: arguments of earlier calls are JSON texts, not objects."""
-    return [_plain(message, number, texts) for number, message in enumerate(messages)]
+def begun_thoughts(
+    messages: Sequence[Mapping[str, Any]], ending: Ending
+) -> tuple[Sequence[Mapping[str, Any]], Ending, str]:
+    """Messages, how their prompt ends, and the thoughts that a new reply begins with.
+
+    A last message to be continued that has thoughts and no text is the beginning of a new reply.
+    """
+    last = messages[-1]
+    thoughts = str(last.get("reasoning_content", "")) if ending == "begun" and not last.get("content") else ""
+    return (messages[:-1], "new", thoughts) if thoughts else (messages, ending, "")
 
 
-def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
+def as_template_takes(
+    messages: Sequence[Message], way: CallWay = USUAL, parts: Callable[[], bool] = bool
+) -> list[dict[str, Any]]:
+    """Messages in the form that templates take.
+
+    Args:
+        messages: of a request.
+        way: how calls are given.
+        parts: whether the template takes lists of parts, which are one text otherwise; by default it does not.
+    """
+    return [_plain(message, number, way, parts) for number, message in enumerate(messages)]
+
+
+def _plain(message: Message, number: int, way: CallWay, takes_parts: Callable[[], bool]) -> dict[str, Any]:
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
         raise bad_request(
@@ -78,9 +99,11 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
         )
     parts = [content] if isinstance(content, str) else content or []
     said: Any = "".join(map(text_of, parts))
-    if any(isinstance(part, ImagePart) for part in parts):
+    several = message.role == "user" and len(parts) > 1
+    if any(isinstance(part, ImagePart) for part in parts) or (several and takes_parts()):
         said = [{"type": "image"} if isinstance(p, ImagePart) else {"type": "text", "text": text_of(p)} for p in parts]
-    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": said}
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    found |= way.content if content is None else {"content": said}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:
@@ -90,7 +113,7 @@ def _plain(message: Message, number: int, texts: bool) -> dict[str, Any]:
         if not said:  # for gpt-oss, whose template takes thoughts only beside calls
             found["thinking"] = thoughts
     if message.tool_calls:
-        found["tool_calls"] = [_called(call, texts) for call in message.tool_calls]
+        found["tool_calls"] = [_called(call, way.texts) for call in message.tool_calls]
     return found
 
 

@@ -57,6 +57,7 @@ class Vocabulary:
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> None:
         self.tokens, self.special, self.ends = tokens, frozenset(special), frozenset(ends)
         self._bytes = len(tokens)
+        self._outline: tuple[str, LLMatcher] | None = None
         known = [*tokens, *(bytes([value]) for value in range(256))]
         ids: dict[bytes, int] = {}
         escaped = [i for i, text in enumerate(tokens) if b"\\" in text and i not in self.special]
@@ -77,6 +78,13 @@ class Vocabulary:
             table = np.array(whole, np.int64).reshape(-1, 2)
             self.escaped[inside] = table[:, 0], table[:, 1], begun
         self.parsers = LLTokenizer(TokenizerWrapper(_Tokens(known, sorted(self.special), ends[0])), eos_token=[*ends])
+
+    def outlined(self, grammar: str) -> LLMatcher:
+        """A parser of an outline. Many grammars have the same: the last one is kept, and copied."""
+        known = self._outline
+        if known is None or known[0] != grammar:
+            known = self._outline = grammar, LLMatcher(self.parsers, grammar, log_level=0)
+        return known[1].deep_copy()
 
     def spelled(self, text: bytes) -> list[int]:
         """The parser's tokens for some bytes."""
@@ -107,7 +115,7 @@ class Matcher:
     def __init__(self, vocabulary: Vocabulary, grammar: str, outline: str) -> None:
         self._vocabulary = vocabulary
         self._parser = LLMatcher(vocabulary.parsers, grammar, log_level=0)
-        self._outline = LLMatcher(vocabulary.parsers, outline, log_level=0)
+        self._outline = vocabulary.outlined(outline)
         self._begun = b""  # of an incomplete escape
         self._steps: list[tuple[int, bytes]] = []  # per token: the parser's tokens, and the escape begun before
 

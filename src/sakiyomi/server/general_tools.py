@@ -13,9 +13,9 @@ from sakiyomi.server.tools import ToolFormat
 
 GENERAL = ToolFormat("general", ())
 """A reply that is a call is one object with a name and arguments."""
-_TOLD = """You can call functions. To call one, reply with one JSON object and nothing else: \
-{{"name": NAME, "arguments": {{...}}}}. Call a function only if it is needed; otherwise answer in words. \
-These are the functions:
+_OBJECT = 'one JSON object and nothing else: {"name": NAME, "arguments": {...}}'
+_TOLD = """You can call functions. To call one, reply with {call}. Call a function only if it is needed; otherwise \
+answer in words. These are the functions:
 {functions}"""
 
 
@@ -27,30 +27,45 @@ def told(
     Args:
         messages: in the form for templates, with arguments as objects.
         tools: OpenAI's descriptions.
-        system: the template takes a system message; else the first message of the user tells of the tools.
+        system: see ``described``.
     """
     names = {call["id"]: call["function"]["name"] for message in messages for call in message.get("tool_calls", ())}
     found: list[dict[str, Any]] = []
     for message in messages:
         said = dict(message)
         if calls := said.pop("tool_calls", ()):
-            said["content"] = "\n".join(filter(None, [said["content"], *map(_called, calls)]))
+            said["content"] = "\n".join(filter(None, [said.get("content"), *map(_called, calls)]))
         if said["role"] == "tool":
             name = names.get(said.pop("tool_call_id", ""), said.pop("name", "a function"))
-            said = {"role": "user", "content": _joined(f"Result of {name}: ", said["content"])}
+            said = {"role": "user", "content": joined(f"Result of {name}: ", said["content"])}
         if found and found[-1]["role"] == said["role"] == "user":  # templates want users and assistants by turns
-            said = {"role": "user", "content": _joined(found.pop()["content"], "\n\n", said["content"])}
+            said = {"role": "user", "content": joined(found.pop()["content"], "\n\n", said["content"])}
         found.append(said)
+    return described(found, tools, _OBJECT, system=system)
+
+
+def described(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], call: str, *, system: bool
+) -> list[dict[str, Any]]:
+    """Messages that tell of tools in words.
+
+    Args:
+        messages: in the form for templates.
+        tools: OpenAI's descriptions.
+        call: what a call is.
+        system: the template takes a system message; else the first message of the user tells of the tools.
+    """
+    found = list(map(dict, messages))
     if not tools:
         return found
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    words = _TOLD.format(functions=functions)
+    words = _TOLD.format(call=call, functions=functions)
     role = "system" if system else "user"
     first = next((number for number, message in enumerate(found) if message["role"] == role), None)
     if first is None:
         return [{"role": role, "content": words}, *found]
     own = found[first]["content"]
-    both = _joined(own, "\n\n" if own else "", words) if system else _joined(words, "\n\n", own)
+    both = joined(own, "\n\n" if own else "", words) if system else joined(words, "\n\n", own)
     found[first] = found[first] | {"content": both}
     return found
 
@@ -60,7 +75,7 @@ def _called(call: Mapping[str, Any]) -> str:
     return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
 
 
-def _joined(*contents: Any) -> Any:
+def joined(*contents: Any) -> Any:
     """What messages say, as one: a text, or parts where one of them has images."""
     if all(isinstance(content, str) for content in contents):
         return "".join(contents)

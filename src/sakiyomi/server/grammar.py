@@ -32,6 +32,7 @@ PLACES = {"{number}": "/[0-9]{1,3}/", "{id}": "/[a-zA-Z0-9]{9}/"}
 LAYOUT_GAP = r"[ \n]{0,8}"  # between the calls of a list
 MOST_CALLS = 16  # of a reply that must call, or of a list
 TEXT = "TEXT: /(.|\\n)*/\n"
+KEPT = 64  # compiled grammars
 
 
 class Constraint:
@@ -115,6 +116,7 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._made: Vocabulary | None = None
         self._lock = threading.Lock()
+        self._kept: dict[str, Matcher] = {}  # the last used ones are last
 
     def of_schema(self, schema: Mapping[str, Any], field: str) -> Matcher:
         """A matcher for JSON of a schema.
@@ -122,7 +124,9 @@ class Grammars:
         Raises:
             ApiError: the schema cannot be enforced.
         """
-        return self._matcher(lambda value: f"start: {value(schema)}\n", field)
+        return self._keep(
+            f"schema {json.dumps(schema)}", lambda: self._matcher(lambda value: f"start: {value(schema)}\n", field)
+        )
 
     def of_reply(self, schema: dict[str, Any], form: ToolFormat | None, field: str) -> Matcher:
         """A matcher for a reply that is JSON of a schema, in its channel if the format has channels.
@@ -144,6 +148,11 @@ class Grammars:
         Raises:
             ApiError: the parameters of a tool cannot be enforced.
         """
+        told = [(tool.function.name, tool.function.parameters) for tool in tools]
+        key = f"tools {forced} {several} {form} {json.dumps(told)}"
+        return self._keep(key, lambda: self._of_tools(tools, form, forced, several))
+
+    def _of_tools(self, tools: Sequence[FunctionTool], form: ToolFormat, forced: bool, several: bool) -> Matcher:
         for tool in tools:  # so that the message names the one that is wrong
             self.of_schema(_object(tool), f"tools.{tool.function.name}")
         marks = self._marks("tools")
@@ -155,6 +164,20 @@ class Grammars:
             return lark.calls(tools, several) + lark.start(forced, several)
 
         return self._matcher(write, "tools")
+
+    def _keep(self, key: str, make: Callable[[], Matcher]) -> Matcher:
+        """A matcher for these rules. Compiling them takes ms, and clients send the same tools again and again."""
+        with self._lock:
+            found = self._kept.pop(key, None)
+            if found is not None:
+                self._kept[key] = found
+        if found is None:
+            found = make()
+            with self._lock:
+                self._kept[key] = found
+                if len(self._kept) > KEPT:
+                    del self._kept[next(iter(self._kept))]
+        return found.deep_copy()
 
     def _marks(self, field: str) -> dict[str, int]:
         """Ids of special tokens by name; the parser treats them as symbols, not as text."""
@@ -238,7 +261,9 @@ class _Lark:
             if rules is None:
                 arguments = self._value(_object(tool))
             else:
-                arguments = f"{GAP if isinstance(form.pairs, Pairs) else ''} call_{i}_arguments"
+                gap = GAP if isinstance(form.pairs, Pairs) else ""
+                before = before.removesuffix("\n") if gap else before
+                arguments = f"{gap} call_{i}_arguments"
                 lark += rules.of(f"call_{i}", tool.function.parameters, f"tools.{tool.function.name}")
             lark += f"call_{i}: {self._words(before)} {arguments} {self._words(after)}\n"
         return lark
@@ -271,6 +296,10 @@ class _Lark:
     def start(self, forced: bool, several: bool) -> str:
         """``start``: a reply that must call, or one that may."""
         form, opening = self._form, self._words(self._form.opening)
+        more = f"({opening} body){{0,{MOST_CALLS - 1}}}" if several else ""
+        after = f"body {more}" if form.recipient else ""
+        if forced and after:
+            return f"start: {after}\n"
         if not opening:
             lead = f"({self._words(form.lead)})?" if form.lead in self._marks else ""
             plain = '\nCALLED: /\\s*\\{\\s*"name"(.|\\n)*/\nPLAIN: TEXT & ~CALLED\n'
@@ -286,7 +315,8 @@ class _Lark:
             # The mark is letters like others: as soon as they stand there, they are a mark.
             free += f"opening[lazy]: TEXT {opening}\n"
             begun = (f"(TEXT <[{self._other}]>)* " if self._other else "") + "opening"
-        return f"start: ({begun} body)" + ("* free" if several else " | free") + free
+        some = f"({begun} body)" + ("* free" if several else " | free")
+        return f"start: {some}{free}" if not after else f"start: {self._words(form.recipient)} ({some}) | {after}{free}"
 
     def _behind(self, text: str) -> str:
         return f"(<[{self._other}]> {text})*" if self._other else ""

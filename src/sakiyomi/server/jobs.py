@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.request import Request
+from sakiyomi.server.said import TextMarks
 from sakiyomi.server.thoughts import THINK, ThoughtMarks
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Reply(NamedTuple):
         reasoning: whether the text begins inside thoughts; None: thoughts are not separated.
         begun: the prompt ends inside the reply, which the text continues.
         marks: around thoughts.
+        text: what is around the text; None: nothing.
     """
 
     tools: ToolFormat | None = None
@@ -41,6 +43,7 @@ class Reply(NamedTuple):
     reasoning: bool | None = None
     begun: bool = False
     marks: ThoughtMarks = THINK
+    text: TextMarks | None = None
 
 
 class Echo(NamedTuple):

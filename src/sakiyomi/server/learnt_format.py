@@ -15,8 +15,7 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.server.notations import KEY, KIND, Inline, Notation, Pairs
-from sakiyomi.server.thoughts import ThoughtMarks
-from sakiyomi.server.tools import ToolFormat, ToolReader
+from sakiyomi.server.tools import CallWay, ToolFormat, ToolReader
 
 Write = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """What a template makes of messages and tools; whether it begins a new reply behind them.
@@ -30,8 +29,7 @@ LEAD = "<|python_tag|>"
 LEARNT = "learnt"
 """Stands in ``ToolFormat.models``."""
 
-FIRST, SECOND, SAID, THOUGHT = "toolone", "tooltwo", "SAIDTEXT", "THOUGHTTEXT"
-_EDGE = r"(?:<[^<>]+>|\[/?[A-Z_]+\])"
+FIRST, SECOND, SAID = "toolone", "tooltwo", "SAIDTEXT"
 IDS = ("call0aaaa", "call1bbbb")  # nine letters and digits, as Mistral's templates want them
 ONE, TWO = {"argone": "valueone", "argtwo": 2718}, {"argone": "valuetwo"}
 KINDS: Mapping[str, Any] = {
@@ -52,31 +50,28 @@ TOOLS = tuple(
     {"type": "function", "function": {"name": name, "description": "d", "parameters": schema}}
     for name, schema in _SCHEMAS.items()
 )
-_ASKED = {"role": "user", "content": "QUESTION"}
+ASKED = {"role": "user", "content": "QUESTION"}
+WAYS = tuple(CallWay(texts, silent) for silent in ("absent", "empty", "null") for texts in (False, True))
 
 
 def learnt(write: Write) -> ToolFormat | None:
     """The format of a template's calls; None: it writes none, or none that can be learnt."""
-    for texts in (False, True):
-        replies = _Replies(write, texts)
+    for way in WAYS:
+        replies = _Replies(write, way)
         with suppress(_NoCallsError, ValueError):  # a ValueError: the template leaves out a part of a call
             for form in _candidates(replies):
-                form = replace(form, texts=texts, lead="" if form.opening else LEAD)
+                form = replace(form, way=way, lead="" if form.opening else LEAD)
                 if _proven(form, replies):
                     return form
     return None
 
 
-def learnt_thoughts(write: Write) -> ThoughtMarks | None:
-    """What a template writes around the thoughts of a reply; None: it leaves them out."""
-    for name in ("reasoning_content", "thinking"):
-        with suppress(InputError):
-            found = write([_ASKED, {"role": "assistant", "content": SAID, name: THOUGHT}], (), False)
-            before, thought, rest = found.partition(THOUGHT)
-            between, said, _ = rest.partition(SAID)
-            opening, closing = re.search(rf"{_EDGE}\w*\s*\Z", before), re.match(rf"\s*{_EDGE}", between)
-            if thought and said and opening is not None and closing is not None:
-                return ThoughtMarks(opening[0].strip(), closing[0].strip())
+def way_of_calls(write: Write) -> CallWay | None:
+    """How a template takes earlier calls; None: it leaves them out."""
+    for way in WAYS:
+        with suppress(_NoCallsError):
+            _Replies(write, way).of((FIRST, ONE))
+            return way
     return None
 
 
@@ -89,19 +84,19 @@ class _Replies:
 
     Args:
         write: the template.
-        texts: arguments are given as JSON text.
+        way: how it is given calls.
     """
 
-    def __init__(self, write: Write, texts: bool) -> None:
-        self._write, self._texts = write, texts
+    def __init__(self, write: Write, way: CallWay) -> None:
+        self._write, self._way = write, way
         self._said = self._all({"content": SAID})
         self._asked = ""
         with suppress(InputError):
-            self._asked = write([_ASKED], TOOLS, True)
+            self._asked = write([ASKED], TOOLS, True)
 
     def _all(self, reply: Mapping[str, Any]) -> str:
         with suppress(InputError):
-            found = self._write([_ASKED, {"role": "assistant", **reply}], TOOLS, False)
+            found = self._write([ASKED, {"role": "assistant", **reply}], TOOLS, False)
             return _NUMBER.sub("{number}", re.sub("|".join(IDS), "{id}", found))
         return ""
 
@@ -115,22 +110,27 @@ class _Replies:
             {
                 "id": id_,
                 "type": "function",
-                "function": {"name": name, "arguments": json.dumps(values) if self._texts else values},
+                "function": {"name": name, "arguments": json.dumps(values) if self._way.texts else values},
             }
             for id_, (name, values) in zip(IDS, calls, strict=False)
         ]
-        for content in ("", None):
-            found = self._all({"content": content, "tool_calls": made})
-            if all(name in found for name, _ in calls) and self._said:
-                begin = len(_same_begin(self._said, found))
-                if found.startswith(self._asked):
-                    whole = _WHOLE.match(found, len(self._asked), max(begin, len(self._asked)))
-                    begin = len(self._asked) if whole is None else whole.end()
-                part = found[begin:]
-                part = part[: len(part) - len(_same_end(self._said[begin:], part))]
-                if all(name in part for name, _ in calls):
-                    return part
+        found = self._all({**self._way.content, "tool_calls": made})
+        if all(name in found for name, _ in calls) and self._said:
+            begin = len(same_begin(self._said, found))
+            if found.startswith(self._asked):
+                whole = _WHOLE.match(found, len(self._asked), max(begin, len(self._asked)))
+                begin = len(self._asked) if whole is None else whole.end()
+            part = found[begin:]
+            part = part[: len(part) - len(_same_end(self._said[begin:], part))]
+            if all(name in part for name, _ in calls):
+                return part
         raise _NoCallsError
+
+    def recipient(self, opening: str) -> str:
+        """What the template writes before a text, if its prompts end with this opening."""
+        if not self._asked.endswith(opening) or not self._said.startswith(self._asked):
+            return ""
+        return self._said[len(self._asked) :].partition(SAID)[0]
 
 
 _WHOLE = re.compile(r".*[>\]\n]", re.DOTALL)
@@ -143,7 +143,7 @@ def _same(*texts: str) -> str:
     return first[: next((n for n, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))]
 
 
-def _same_begin(*texts: str) -> str:
+def same_begin(*texts: str) -> str:
     """What texts begin with, up to the last mark that all of them have whole."""
     same = _same(*texts)
     cut = same.rfind("<")
@@ -181,7 +181,12 @@ def _candidates(replies: _Replies) -> Iterator[ToolFormat]:
     for find in (_as_object, _as_named_object):
         if (place := find(one, FIRST, ONE)) is not None:
             other = find(two, SECOND, TWO) if two else None
-            yield _format(one, place, two, find(two, FIRST, ONE) if other else None, other, None)
+            first = find(two, FIRST, ONE) if other else None
+            between = two[first.end : other.begin] if first and other and not place.begin else ""
+            if between and (recipient := replies.recipient(between)):
+                yield ToolFormat(LEARNT, (), between, call=place.inner, recipient=recipient)
+                return
+            yield _format(one, place, two, first, other, None)
             return
     yield from _one_by_one(replies, one, two)
 
@@ -235,7 +240,7 @@ def _one_by_one(replies: _Replies, one: str, two: str) -> Iterator[ToolFormat]:
     ends = none[none.index(FIRST) + len(FIRST) :]  # what is behind the name without arguments
     behind = alone[alone.index(FIRST) + len(FIRST) :]
     begun, _, tail = behind.partition("argone")
-    middle = _same_begin(ends, begun)
+    middle = same_begin(ends, begun)
     before = begun[len(middle) :]
     if not tail or "valueone" not in tail:
         return
@@ -323,6 +328,8 @@ def _format(
         same = _same_end(between, before)
         rest = between[: len(between) - len(same)].rstrip()
         apart = same.strip() != before.strip()
+        if apart and other:  # some templates close several calls and not one
+            after = max(after, two[other.end :].rstrip(), key=len)
         if apart:
             head, tail, after = same.lstrip(), rest, after.lstrip().removeprefix(rest.lstrip())
         elif whole:
@@ -334,6 +341,7 @@ def _format(
     opening = before[: len(before) - len(head)] if head else before
     closing = _ADJACENT.sub(r"\1", after)
     pad = "\n" if opening.endswith("\n") and (tail.endswith("\n") or closing.startswith("\n")) else ""
+    pad = " " if listed and opening.endswith(" ") else pad
     tail = tail.removesuffix(pad)
     call = head.replace(FIRST, "{name}") + place.inner + tail.replace(FIRST, "{name}")
     return ToolFormat(LEARNT, (), opening.strip(), closing.strip(), pad, call, listed, apart, pairs=notation)
@@ -367,6 +375,7 @@ def _proven(form: ToolFormat, replies: _Replies) -> bool:
             if len(calls) == 1:
                 return False
             continue
+        text += form.closing if form.closing not in text and len(calls) == 1 else ""
         reader = ToolReader(form, schemas=_SCHEMAS)
         plain, found = reader.push(text.replace("{id}", IDS[0]).replace("{number}", "0"), True)
         read = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]

@@ -135,6 +135,10 @@ class Inline:
             return reader.pairs(self.assign), reader.rest()
         return None
 
+    def written(self, values: Mapping[str, Any]) -> str:
+        """Arguments as Python writes them."""
+        return self.between.join(f"{name}{self.assign}{value!r}" for name, value in values.items())
+
 
 class _CutError(Exception):
     """The text ends inside a value, or there is none."""

@@ -19,10 +19,11 @@ from sakiyomi.core.tokens import TokenNames
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
 from sakiyomi.server.relay import Names, Relay
+from sakiyomi.server.said import TextReader
 from sakiyomi.server.schema import Ask, StreamOptions
 from sakiyomi.server.stream import DONE, event
 from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
-from sakiyomi.server.tools import ToolReader, shown
+from sakiyomi.server.tools import ToolReader, shown, single
 
 NEVER = -9999.0  # OpenAI's log probability of an impossible token
 
@@ -77,17 +78,20 @@ class Sample:
         self._begun = False
         told = job.traced or job.params.logprobs is not None
         self._texts = TextStream(tokenizer, job.params.stop, before=job.prompt) if told else None
-        form, schemas, reasoning, begun, around = job.reply
+        form, schemas, reasoning, begun, around, said = job.reply
         self._channels = self._tools = self._reasoning = None
         if form is not None and form.channels:
-            self._channels = ChannelReader(ids, schemas, begun=begun)
+            self._channels = ChannelReader(ids, schemas, begun=begun, thinking=bool(reasoning))
         elif form is not None:
             self._tools = ToolReader(form, ids, schemas, begun=begun)
         if reasoning is not None and self._channels is None:
-            self._reasoning = ReasoningReader(opened=reasoning, marks=around)
+            call = "" if form is None else form.opening
+            self._reasoning = ReasoningReader(opened=reasoning, marks=around, call=call)
+        self._text = None if said is None else TextReader(said)
         self._thoughts_apart, self._called = reasoning is not None, False
         # Usual decoding drops marks that are special tokens.
-        written = [*(form.marks if form is not None else ()), *(around if self._reasoning is not None else ())]
+        written = [*(form.marks if form is not None else ()), *single(*(said or ()))]
+        written += single(*around) if self._reasoning is not None else []
         marks = shown(written, tokenizer) if written else None
         self._marked = TextStream(tokenizer, job.params.stop, marks, job.prompt) if marks else None
 
@@ -119,6 +123,8 @@ class Sample:
             piece.thoughts, piece.text = self._reasoning.push(piece.text, over)
         if self._tools is not None:
             piece.text, piece.calls = self._tools.push(piece.text, over)
+        if self._text is not None:
+            piece.text = self._text.push(piece.text, over)
         self._called = self._called or bool(piece.calls)
         if step.finish_reason == "stop" and self._called:
             piece.finish_reason = "tool_calls"

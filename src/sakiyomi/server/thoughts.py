@@ -26,6 +26,8 @@ class ThoughtMarks(NamedTuple):
 
 THINK = ThoughtMarks("<think>", "</think>")
 """Those of most models."""
+IN_CHANNELS = ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>")
+"""Around thoughts that are a message in channels."""
 ENDS = ("<|call|>", "<|return|>")
 """Tokens that end a reply."""
 _HEADS = (*MARKS, "to=", "assistant")  # what the head of a message begins with; anything else is text
@@ -40,6 +42,7 @@ class ChannelReader:
         names: makes ids of calls.
         schemas: of the offered tools; calls of others are text.
         begun: the reply begins inside a message, whose head is in the prompt.
+        thinking: inside thoughts.
     """
 
     def __init__(
@@ -48,11 +51,12 @@ class ChannelReader:
         schemas: Schemas | None = None,
         *,
         begun: bool = False,
+        thinking: bool = False,
     ) -> None:
         self._names, self._schemas = names, schemas or {}
         self._pending = ""
-        self._inside = begun  # whether the text of a message has begun
-        self._channel, self._tool = "", ""
+        self._inside = begun or thinking  # whether the text of a message has begun
+        self._channel, self._tool = "analysis" if thinking else "", ""
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
@@ -101,8 +105,8 @@ class ChannelReader:
         if not body and not head.strip():
             self._pending = ""
             return False
-        channel, tool = _CHANNEL.search(head), _RECIPIENT.search(head)
-        self._channel = channel[1] if body and channel is not None else ""
+        channels, tool = _CHANNEL.findall(head), _RECIPIENT.search(head)
+        self._channel = channels[-1] if body and channels else ""
         self._tool = tool[1] if body and tool is not None else ""
         self._pending = rest if body else head
         self._inside = True
@@ -156,10 +160,12 @@ class ReasoningReader:
     Args:
         opened: the prompt ends inside thoughts, as templates of models that always think do.
         marks: around thoughts.
+        call: what calls begin with, which ends thoughts that are never closed. "" if calls have no mark.
     """
 
-    def __init__(self, *, opened: bool = False, marks: ThoughtMarks = THINK) -> None:
+    def __init__(self, *, opened: bool = False, marks: ThoughtMarks = THINK, call: str = "") -> None:
         self._opening, self._closing = marks
+        self._call = call
         self._place = _Place.INSIDE if opened else _Place.BEFORE
         self._pending = ""
         self._begun = False  # of thoughts, or of the reply after them: blank lines before them are dropped
@@ -172,14 +178,21 @@ class ReasoningReader:
             ahead = self._pending.lstrip()
             if ahead.startswith(self._opening):
                 self._place, self._pending = _Place.INSIDE, ahead[len(self._opening) :]
-            elif last or not self._opening.startswith(ahead):
+            elif ahead.startswith(self._closing):  # of thoughts that are left out
+                self._place = _Place.INSIDE
+            elif last or not any(mark.startswith(ahead) for mark in (self._opening, self._closing)):
                 self._place, self._begun = _Place.BEHIND, True  # there are none: the reply is as it was written
             else:
                 return "", ""
         if self._place is _Place.INSIDE:
             inside, closing, rest = self._pending.partition(self._closing)
+            call = -1 if closing or not self._call else inside.find(self._call)
+            if call >= 0 and last:  # as if they were closed before it
+                inside, closing, rest = inside[:call], self._closing, inside[call:]
             inside = inside.rstrip("\n") if closing else inside
-            kept = "" if closing or last else inside[len(inside) - _waiting(inside, self._closing) :]
+            held = len(inside) - call if call >= 0 else 0
+            waiting = _waiting(inside, held, self._closing, self._call)
+            kept = "" if closing or last else inside[len(inside) - waiting :]
             thoughts = self._trimmed(inside[: len(inside) - len(kept)])
             self._pending = rest if closing else kept
             if not closing:
@@ -194,8 +207,8 @@ class ReasoningReader:
         return text
 
 
-def _waiting(text: str, closing: str) -> int:
-    """Characters at the end that may belong to the closing mark, or to the blank lines before it."""
-    mark = next((n for n in range(len(closing) - 1, 0, -1) if text.endswith(closing[:n])), 0)
-    before = text[: len(text) - mark]
-    return mark + len(before) - len(before.rstrip("\n"))
+def _waiting(text: str, held: int, *marks: str) -> int:
+    """Characters at the end that are held, or may belong to one of the marks, and the blank lines before them."""
+    begun = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
+    before = text[: len(text) - (held or max(begun, default=0))].rstrip("\n")
+    return len(text) - len(before)

@@ -12,15 +12,36 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.notations import Inline, Notation, Pairs
+from sakiyomi.server.notations import Inline, Notation
 from sakiyomi.server.schema import function
 
 Schemas = Mapping[str, Mapping[str, Any]]
 MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
 """Of messages in channels."""
+
+
+class CallWay(NamedTuple):
+    """How a chat template takes earlier calls.
+
+    Attributes:
+        texts: arguments as JSON text, not as an object.
+        silent: what the content of a message is that has calls alone: absent, as transformers has it, the empty text,
+            or null.
+    """
+
+    texts: bool = False
+    silent: Literal["absent", "empty", "null"] = "absent"
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of a message that has calls alone, by its name."""
+        return {} if self.silent == "absent" else {"content": "" if self.silent == "empty" else None}
+
+
+USUAL = CallWay()
 
 
 @dataclass(frozen=True)
@@ -30,7 +51,6 @@ class ToolFormat:
     Attributes:
         models: that use the format.
         signs: strings that all occur in the chat template of these models.
-        foreign: strings that must not occur in the template; they mark a different format.
         opening: mark before calls; "" if a reply that begins with a call's first character is a call.
         closing: mark after them.
         pad: written inside the marks; read as any white space.
@@ -39,9 +59,9 @@ class ToolFormat:
             any order, and its one field may be the name.
         listed: one opening is followed by a JSON list of calls.
         apart: one opening is followed by calls one after the other. Otherwise each call has its own opening.
-        id: the id of a call, which the template takes back, with {name} and {number} in it; "" for a new one.
-        texts: the template takes arguments of earlier calls as JSON text, not as an object.
+        way: how the template takes earlier calls; None: it leaves them out.
         lead: may precede a call that has no opening.
+        recipient: written before a reply that is a text; the prompt ends with the opening then. "" for most models.
         pairs: the format of arguments that are not an object of JSON.
         channels: the whole reply consists of messages in channels, see ``thoughts.py``; other attributes are unused.
     """
@@ -54,10 +74,9 @@ class ToolFormat:
     call: str = '{"name": "{name}", "arguments": {arguments}}'
     listed: bool = False
     apart: bool = False
-    id: str = ""
-    texts: bool = False
+    way: CallWay | None = USUAL
     lead: str = ""
-    foreign: tuple[str, ...] = ()
+    recipient: str = ""
     pairs: Notation | None = None
     channels: bool = False
 
@@ -79,6 +98,19 @@ class ToolFormat:
         """The text before the arguments of a call, with {number} in it if it has one, and the text after them."""
         begin, _, end = self.call.replace("{name}", name).partition("{arguments}")
         return begin, end
+
+    def written(self, calls: Sequence[tuple[str, Any]]) -> str:
+        """Calls as the model writes them, for formats whose arguments are an object of JSON or as in a program."""
+        texts = []
+        for number, (name, values) in enumerate(calls):
+            before, after = self.around(name)
+            if isinstance(self.pairs, Inline) and isinstance(values, Mapping):
+                arguments = self.pairs.written(values)
+            else:
+                arguments = json.dumps(values, ensure_ascii=False)
+            texts.append((before + arguments + after).replace("{number}", str(number)))
+        body = f"[{', '.join(texts)}]" if self.listed else "".join(texts)
+        return self.opening + self.pad + body + self.pad + self.closing
 
     def read(self, text: str, schemas: Schemas) -> tuple[list[Found], str] | None:
         """The calls at the beginning of a text after the opening, and the rest; None: they are incomplete, or none."""
@@ -173,8 +205,6 @@ def _formats() -> Iterator[ToolFormat]:
     entries = tomllib.loads(files("sakiyomi.server").joinpath("tool_formats.toml").read_text(encoding="utf-8"))
     for entry in entries["format"]:
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in entry.items()}
-        if "pairs" in entry:
-            values["pairs"] = Pairs(**entry["pairs"])
         if (inline := values.pop("inline", None)) is not None:
             values["pairs"] = Inline(**inline)
         yield ToolFormat(**values)
@@ -187,7 +217,7 @@ FORMATS = tuple(_formats())
 def listed_format(template: str) -> ToolFormat | None:
     """The format of `FORMATS` for this template."""
     for form in FORMATS:
-        if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign):
+        if all(sign in template for sign in form.signs):
             return form
     return None
 
@@ -195,6 +225,11 @@ def listed_format(template: str) -> ToolFormat | None:
 def in_channels(template: str) -> ToolFormat | None:
     """The format of a template whose replies are in channels, with or without tools; None: it has no channels."""
     return form if (form := listed_format(template)) is not None and form.channels else None
+
+
+def single(*texts: str) -> list[str]:
+    """What may be single tokens in marks: each of them, and the parts that look like tokens."""
+    return [*texts, *_MARK.findall(" ".join(texts))]
 
 
 def shown(marks: Sequence[str], tokenizer: Any) -> frozenset[int]:
@@ -223,7 +258,9 @@ class ToolReader:
         begun: bool = False,
     ) -> None:
         self._form, self._names, self._schemas = form, names, schemas or {}
-        self._pending = ""
+        self._head = "" if begun or not form.recipient else form.opening + form.recipient
+        self._prompted = bool(self._head)  # what is pending begins with the opening, which is in the prompt
+        self._pending = form.opening if self._prompted else ""
         self._end = (form.closing or ("]" if form.listed else "}"))[-1]
         self._begun = begun  # whether text was given: then a form without opening has no calls any more
         self.calls: list[dict[str, Any]] = []
@@ -235,6 +272,11 @@ class ToolReader:
         """
         self._pending += text
         plain, before = "", len(self.calls)
+        if self._head and len(self._pending) < len(self._head) and self._head.startswith(self._pending) and not last:
+            return "", []
+        if self._head and self._pending.startswith(self._head):
+            self._pending, self._prompted = self._pending[len(self._head) :], False
+        self._head = ""
         while (place := self._place()) is not None:
             start, inner = place
             # A call can only be complete after its end mark.
@@ -243,10 +285,10 @@ class ToolReader:
                 plain, self._pending = plain + self._pending[:start], self._pending[start:]
                 return self._given(plain), self.calls[before:]
             if found is None:
-                plain, self._pending = plain + self._pending[:inner], self._pending[inner:]
-                self._begun = True
+                plain += "" if self._prompted else self._pending[:inner]
+                self._begun, self._prompted, self._pending = True, False, self._pending[inner:]
                 continue
-            plain += self._pending[:start]
+            plain, self._prompted = plain + self._pending[:start], False
             self._begun, self._pending = True, found[1]
             self._add(found[0])
         keep = 0 if last else self._beginning()
@@ -281,8 +323,7 @@ class ToolReader:
         return len(self._pending) if ahead and not self._begun else 0
 
     def _add(self, calls: Sequence[Found]) -> None:
-        for name, arguments, number, id_ in calls:
-            id_ = self._form.id.replace("{name}", name).replace("{number}", number) or id_
+        for name, arguments, _, id_ in calls:
             id_ = id_ or self._names(5)[:9]  # nine letters and digits: Mistral's templates take no other ids back
             self.calls.append(called(len(self.calls), id_, name, json.dumps(arguments, ensure_ascii=False)))
 
