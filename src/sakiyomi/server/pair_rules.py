@@ -130,9 +130,19 @@ class PairRules:
 def _anchored(pattern: str) -> str:
     """A JSON schema pattern, which may match anywhere in a text, as a pattern of the whole text."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = pattern[begins : len(pattern) - ends].replace("/", "\\/")
+    inner = _ascii(pattern[begins : len(pattern) - ends]).replace("/", "\\/")
     anything = "(.|\\n)*"
     return f"/{'' if begins else anything}({inner}){'' if ends else anything}/"
+
+
+def _ascii(pattern: str) -> str:
+    """The same with the letters and digits that a JSON schema means, which are those of ASCII."""
+    result, inside = "", False
+    for part in re.findall(r"\\.|.", pattern, re.DOTALL):
+        inside = (inside or part == "[") and part != "]"
+        known = {"\\w": "A-Za-z0-9_", "\\d": "0-9"}.get(part)
+        result += part if known is None else known if inside else f"[{known}]"
+    return result
 
 
 def plain_object(schema: Mapping[str, Any], field: str, how: str) -> Mapping[str, Any]:
