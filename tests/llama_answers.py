@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,15 @@ def cases_of(answers: list[Answer]) -> Iterator[tuple[str, list[Answer]]]:
     """Answers by template."""
     for template in dict.fromkeys(answer.template for answer in answers):
         yield template, [answer for answer in answers if answer.template == template]
+
+
+def read_schemas(path: Path) -> dict[str, Any]:
+    """The schemas of ``tests/test-json-schema-to-grammar.cpp`` by name."""
+    found = {}
+    tokens = _tokens(path.read_text(encoding="utf-8"))
+    for place, (_, text) in enumerate(tokens):
+        parts = tokens[place + 1 : place + 5]
+        if text in ("SUCCESS", "FAILURE") and [kind for kind, _ in parts] == ["sign", "text", "sign", "text"]:
+            with suppress(ValueError):
+                found[parts[1][1]] = json.loads(parts[3][1])
+    return found

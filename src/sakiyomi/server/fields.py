@@ -106,7 +106,10 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
             break
         found: Any = root
         for name in schema["$ref"][2:].split("/"):
-            found = found.get(name) if isinstance(found, Mapping) else None
+            if isinstance(found, list) and name.isdecimal():
+                found = dict(enumerate(found)).get(int(name))
+            else:
+                found = found.get(name) if isinstance(found, Mapping) else None
         schema = found
     return schema
 

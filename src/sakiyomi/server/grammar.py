@@ -332,7 +332,8 @@ def _one_of(tools: Sequence[FunctionTool]) -> str:
 
 
 def _object(tool: FunctionTool) -> Mapping[str, Any]:
-    return tool.function.parameters or {"type": "object"}
+    """Its parameters, which are always an object."""
+    return {"type": "object", **tool.function.parameters}
 
 
 def _value(schema: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ _KNOWN = NOTES | {
     "enum", "const", "anyOf", "oneOf", "items", "properties", "required", "additionalProperties", "minItems",
     "maxItems", "minLength", "maxLength", "$ref", "$defs", "definitions",
 }  # fmt: skip
+_BESIDE = (NOTES - {"type"}) | {"$defs", "definitions"}
 _DEPTH = 8
 
 
@@ -65,9 +67,13 @@ class InlineRules:
             ApiError: the schema cannot be enforced in this notation.
         """
         root = plain_object(schema, field, "by name")
-        if not root.get("properties") and root.get("additionalProperties") is not False:
-            pair = f"/[A-Za-z_][A-Za-z0-9_]*/ {self._words(self._notation.assign)} inline_any"
+        more = root.get("additionalProperties", True)
+        if not root.get("properties") and more is not False:
+            value = self._value(more, schema, field, 0)
+            pair = f"/[A-Za-z_][A-Za-z0-9_]*/ {self._words(self._notation.assign)} {value}"
             return f"{call}_arguments: ({pair} ({self._between} {pair})*)?\n"
+        if wrong := [key for key in root.get("properties", {}) if re.fullmatch(r"[A-Za-z_][\w.-]*", key) is None]:
+            raise refused(field, f"writes names of arguments as in a program, which {wrong[0]!r} does not allow")
         pairs = [
             (f"{json.dumps(key)} {self._words(self._notation.assign)} {self._value(wanted, schema, field, 0)}",
              key in root.get("required", ()))
@@ -84,6 +90,8 @@ class InlineRules:
         if unknown := found.keys() - _KNOWN:
             raise refused(field, f"writes values by name, without {', '.join(sorted(unknown))}")
         for word in ("anyOf", "oneOf"):
+            if word in found and found.keys() - _BESIDE - {word}:
+                raise refused(field, f"writes values by name, without {word} beside other rules")
             if word in found:
                 return f"({' | '.join(self._value(each, root, field, depth + 1) for each in found[word])})"
         if found.keys() & {"enum", "const"}:
@@ -111,7 +119,13 @@ class InlineRules:
             more = f"({self._comma} {item}){{{max(least - 1, 0)},{'' if most is None else int(most) - 1}}}"
             return f'"[" ({item} {more}){"" if least else "?"} "]"'
         if not found.get("properties"):
-            return "inline_object"
+            more = found.get("additionalProperties", True)
+            if more is True or more == {}:
+                return "inline_object"
+            if more is False:
+                return '"{" "}"'
+            pair = f"{self._name} {self._colon} {self._value(more, root, field, depth + 1)}"
+            return f'"{{" ({pair} ({self._comma} {pair})*)? "}}"'
         pairs = [
             (
                 f"{self._key(key)} {self._colon} {self._value(wanted, root, field, depth + 1)}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from sakiyomi.server.fields import value_of
+from sakiyomi.server.fields import kinds, value_of
 
 KEY, KIND = "{key}", "{kind}"
 """In the texts of ``Pairs``: the name of the argument once more, and the JSON type of its value."""
@@ -71,6 +71,8 @@ class Pairs:
             value, ended, text = rest[head.end() :].partition(after)
             if not ended:
                 return None
+            if "string" not in kinds(schema.get("properties", {}).get(key), schema):
+                value, text = _whole(value, after, text)
             value = value.removeprefix(CDATA[0] if marked else self.pad).removesuffix("" if marked else self.pad)
             plain = bool(self.kinds) and head["kind"] == self.kinds.get("string")
             found[key] = value if plain else value_of(value, schema, key)
@@ -96,6 +98,19 @@ class Pairs:
                 break
             pairs.append((head["key"], self._nested(inner) if self._inside(inner) else _scalar(inner)))
         return [value for _, value in pairs] if all(key == "item" for key, _ in pairs) else dict(pairs)
+
+
+def _whole(value: str, mark: str, rest: str) -> tuple[str, str]:
+    """JSON up to a mark, and the rest; a mark inside of it ends nothing."""
+    longer, behind = value, rest
+    while True:
+        with suppress(ValueError, RecursionError):
+            json.loads(longer)
+            return longer, behind
+        more, ended, behind = behind.partition(mark)
+        if not ended:
+            return value, rest
+        longer += mark + more
 
 
 def _scalar(text: str) -> Any:

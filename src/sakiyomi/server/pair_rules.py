@@ -8,13 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sakiyomi.server.errors import bad_request
-from sakiyomi.server.fields import DEFINITIONS, kinds, resolved
+from sakiyomi.server.fields import DEFINITIONS, kind_of, kinds, resolved
 from sakiyomi.server.notations import KEY, KIND, Pairs
 
 GAP = "/\\n?/"  # between marks
 Words = Callable[[str], str]
 Value = Callable[[Mapping[str, Any]], str]
 NOTES = {"type", "title", "description", "default", "examples"}
+_OBJECT = frozenset({
+    "anyOf", "oneOf", "allOf", "const", "enum", "not", "if", "patternProperties", "propertyNames", "minProperties",
+    "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties",
+})  # fmt: skip
+"""What restricts an object as a whole."""
 _BOUNDS = {"minLength", "maxLength", "pattern"}
 
 
@@ -54,11 +59,17 @@ class PairRules:
             names.append(rule if key in root.get("required", ()) else f"{rule}?")
             if (end := self._pairs.named.partition(KIND)[0]) in key:
                 raise refused(field, f"ends names with {end}, which is in {key!r}")
+            if re.fullmatch(r"[^/<>\s]([^<>]*[^<>\s])?", key) is None:
+                raise refused(field, f"writes names of arguments as they are, which {key!r} does not allow")
             written, *terminal = self._typed(rule, key, wanted, root, field).split("\n")
             rules += "\n".join([f"{rule}: {before} {json.dumps(key)} {written}", *terminal, ""])
-        if root.get("additionalProperties", not properties) is not False and not self._again:
+        more = root.get("additionalProperties", not properties)
+        if isinstance(more, Mapping) and more and not properties:
+            raise refused(field, "writes arguments one by one, without a schema for additionalProperties")
+        if (more is True or more == {}) and not self._again:
             names.append(f"{call}_other*")
-            rules += f"{call}_other: {before} /[^<>\\n]+/ {self._named('string')} {self._opened} {self._raw('')}\n"
+            named = f"/[^\\/<>\\s][^<>\\n]*/ {self._named('string')}"
+            rules += f"{call}_other: {before} {named} {self._opened} {self._raw('')}\n"
         return f"{call}_arguments: {' '.join(names) or json.dumps('')}\n{rules}"
 
     def _named(self, kind: str) -> str:
@@ -81,7 +92,12 @@ class PairRules:
         plain = isinstance(found, Mapping) and "type" in found
         ways = []
         for kind in sorted(allowed, reverse=True):  # strings first, whose rule may need a terminal
-            only = wanted if len(allowed) == 1 else (found if plain else {}) | {"type": kind}
+            rules = found if isinstance(found, Mapping) and (plain or kind != "string") else {}
+            whole = kind == "number" and plain and "number" not in found["type"]
+            only = wanted if len(allowed) == 1 else {**rules, "type": "integer" if whole else kind}
+            if isinstance(found, Mapping) and found.keys() & {"enum", "const"}:
+                every = found.get("enum", [found.get("const")])
+                only = {"enum": [value for value in every if kind_of(value) == kind]}
             ways.append(f"{self._named(kind)} {self._opened} {self._value(rule, key, only, root, field)}")
         first, *terminal = ways[0].split("\n")
         return "\n".join([f"({' | '.join([first, *ways[1:]])})", *terminal])
@@ -98,6 +114,8 @@ class PairRules:
                 raise refused(field, f"ends texts with {self._mark}, which is in {wrong[0]!r}")
             texts = [json.dumps(each if isinstance(each, str) else json.dumps(each)) for each in every]
             return f"({' | '.join(texts)}) {self._pad} {closed}"
+        if isinstance(found, Mapping) and (unkept := found.keys() & {"allOf", "not", "if"}):
+            raise refused(field, f"writes texts as they are, without {', '.join(sorted(unkept))}")
         if allowed != {"string"} or not found.keys() - NOTES:
             return self._raw(key)
         if unknown := found.keys() - NOTES - _BOUNDS:
@@ -112,9 +130,19 @@ class PairRules:
 def _anchored(pattern: str) -> str:
     """A JSON schema pattern, which may match anywhere in a text, as a pattern of the whole text."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-    inner = pattern[begins : len(pattern) - ends].replace("/", "\\/")
+    inner = _ascii(pattern[begins : len(pattern) - ends]).replace("/", "\\/")
     anything = "(.|\\n)*"
     return f"/{'' if begins else anything}({inner}){'' if ends else anything}/"
+
+
+def _ascii(pattern: str) -> str:
+    """The same with the letters and digits that a JSON schema means, which are those of ASCII."""
+    result, inside = "", False
+    for part in re.findall(r"\\.|.", pattern, re.DOTALL):
+        inside = (inside or part == "[") and part != "]"
+        known = {"\\w": "A-Za-z0-9_", "\\d": "0-9"}.get(part)
+        result += part if known is None else known if inside else f"[{known}]"
+    return result
 
 
 def plain_object(schema: Mapping[str, Any], field: str, how: str) -> Mapping[str, Any]:
@@ -124,7 +152,7 @@ def plain_object(schema: Mapping[str, Any], field: str, how: str) -> Mapping[str
         ApiError: they are no plain object.
     """
     root = resolved(schema, schema)
-    if not isinstance(root, Mapping) or root.keys() & {"anyOf", "oneOf", "allOf"}:
+    if not isinstance(root, Mapping) or root.keys() & _OBJECT or root.get("type", "object") != "object":
         raise refused(field, f"writes arguments {how}, and parameters are no plain object")
     return root
 
