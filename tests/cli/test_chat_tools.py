@@ -118,10 +118,10 @@ def test_files_that_cannot_be_used(text: str, message: str, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders learnt and general: with a template that has calls, and with one that has none."""
+    """Folders learnt, general and thinking: a template with calls, one without, and one with calls and thoughts."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = tiny_tokenizer()
-    for name, template in (("learnt", CHATML), ("general", PLAIN)):
+    for name, template in (("learnt", CHATML), ("general", PLAIN), ("thinking", CHATML + "{# </think> #}")):
         tokenizer.chat_template = template
         save_model(folder / name, tiny_llama(max_position_embeddings=4096), tokenizer)
     return folder
@@ -131,6 +131,7 @@ CALL = {
     "learnt": '<tool_call>\n{"name": "weather", "arguments": {"city": "CITY"}}\n</tool_call>',
     "general": '{"name": "weather", "arguments": {"city": "CITY"}}',
 }
+CALL["thinking"] = f"<think>\nHm.\n</think>\n\n{CALL['learnt']}"
 
 
 @pytest.fixture
@@ -172,6 +173,14 @@ def test_a_call_runs_and_the_reply_goes_on(ask: Callable[..., Result], tmp_path:
     assert result.stdout.startswith(f"{before}It is sunny in Paris.\n{{")
     assert "'sunny in Paris'\n" in result.stderr and "weather returns sunny in Paris" in result.stderr
     assert len(value(result)["replies"]) == 2
+
+
+def test_thoughts_stay_beside_the_reply_and_the_call(ask: Callable[..., Result], tmp_path: Path) -> None:
+    """The model gets its thoughts back with the result of its call."""
+    result = ask("How?", "--tools", tools(tmp_path, READ, ask=False), "--json", "--trace", model="thinking")
+    messages = value(result)["messages"]
+    assert messages[1]["reasoning_content"] == "Hm." and messages[1]["content"] is None
+    assert result.stdout.startswith("It is PARIS.\n{") and "Hm." in result.stderr
 
 
 def test_two_calls_in_turn_and_the_next_message(ask: Callable[..., Result], tmp_path: Path) -> None:

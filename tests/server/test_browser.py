@@ -410,7 +410,7 @@ def test_errors_say_what_to_do_and_lose_nothing(page: Tab) -> None:
     put(page, max=5000)
     send(page, "Too much")
     assert page.run("$('problem').textContent").startswith("The conversation and the new tokens do not fit")
-    assert "max_completion_tokens is 5000" in page.run("$('detail').textContent")
+    assert "max_tokens is 5000" in page.run("$('detail').textContent")
     assert page.run("$('prompt').value") == "Too much" and page.run("chat.turns.length") == 0
     shoot(page, "error")
     put(page, max=5)
