@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.cli import images
 from sakiyomi.cli.common import note_lossy
@@ -18,7 +18,6 @@ from sakiyomi.core.outputs import Stats, Step
 from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from sakiyomi.cli.tool_use import ToolUse
     from sakiyomi.engine.chat_template import Content, Dialogue, Exchange
     from sakiyomi.engine.llm import LLM
 
@@ -53,6 +52,14 @@ def check(params: SamplingParams) -> None:
     note_lossy(params)
 
 
+class Tools(Protocol):
+    """Answers messages with the help of tools, see ``ToolUse``."""
+
+    def answer(self, chat: Chat, messages: Sequence[dict[str, Any]], attempt: int) -> tuple[str, list[dict[str, Any]]]:
+        """The text of the reply, and the calls and results before it."""
+        ...
+
+
 class Chat:
     """A running conversation.
 
@@ -80,7 +87,7 @@ class Chat:
         params: SamplingParams,
         trace: bool,
         obey: Callable[[Chat, str], None],
-        tools: ToolUse | None = None,
+        tools: Tools | None = None,
     ) -> None:
         self.llm, self.dialogue, self.lines, self.params, self.trace = llm, dialogue, lines, params, trace
         self._obey, self.tools = obey, tools

@@ -81,7 +81,9 @@ class ToolUse:
         self._bodies, self._names = BodyReader(llm, ServerConfig(chat_template=template)), TokenNames(llm.tokenizer)
         self._job([{"role": "user", "content": "Hello"}], SamplingParams())
 
-    def answer(self, chat: Chat, messages: Sequence[Mapping[str, Any]], attempt: int) -> tuple[str, list[Any]]:
+    def answer(
+        self, chat: Chat, messages: Sequence[Mapping[str, Any]], attempt: int
+    ) -> tuple[str, list[dict[str, Any]]]:
         """Print the reply to messages, and run the commands of its calls.
 
         Args:
