@@ -20,7 +20,7 @@ from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.cli.chat import obey
 from sakiyomi.cli.talk import Chat, Lines
-from sakiyomi.engine.chat_template import Dialogue
+from sakiyomi.engine.chat_template import Dialogue, Exchange
 from toys import save_model, tiny_llama, tiny_tokenizer
 from warm import warm
 
@@ -85,7 +85,7 @@ def test_replies_are_those_of_generate(models: Path, say: Callable[..., Result],
         prompt = dialogue.read(dialogue.messages_with(message, dialogue.exchanges))
         (wanted,) = llm.generate([prompt], SamplingParams(max_new_tokens=NEW, ignore_eos=True))
         assert reply == wanted.text
-        dialogue.exchanges.append((message, reply))
+        dialogue.exchanges.append(Exchange(message, reply))
     assert result.stdout.startswith("".join(reply + "\n" for reply in contents(value)[1::2]))
     assert value["replies"][0]["stats"]["reused"] == 0
     assert all(reply["stats"]["reused"] > 8 for reply in value["replies"][1:])
@@ -333,7 +333,8 @@ def test_one_text_that_goes_on() -> None:
     """A message begins a new word, unless it brings its own space or sign; replies are as the model wrote them."""
     tokenizer = tiny_tokenizer()
     dialogue = Dialogue(tokenizer)
-    before = [("Once", " upon a time"), ("the fox", "'s tail."), ("\nIt", " was"), (", red", " and"), ("むかし", "、")]
+    said = [("Once", " upon a time"), ("the fox", "'s tail."), ("\nIt", " was"), (", red", " and"), ("むかし", "、")]
+    before = [Exchange(*pair) for pair in said]
     text = "Once upon a time the fox's tail.\nIt was, red andむかし、a"
     assert dialogue.read(dialogue.messages_with("a", before)) == tokenizer(text)["input_ids"]
 
@@ -344,7 +345,7 @@ def test_templates() -> None:
     dialogue = Dialogue(tokenizer, system="be nice")
     text = "<system>be nice\n<user>a\n<assistant>b\n<user>c\n<assistant>"
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert dialogue.read(dialogue.messages_with("c", [("a", "b")])) == tokens
+    assert dialogue.read(dialogue.messages_with("c", [Exchange("a", "b")])) == tokens
     tokenizer.chat_template = "{{ raise_exception('no such thing') }}"
     with pytest.raises(InputError, match="no such thing"):
         Dialogue(tokenizer)
@@ -366,16 +367,16 @@ def test_templates() -> None:
 def test_files_that_hold_something_else(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text(text, encoding="utf-8")
     dialogue = Dialogue(tiny_tokenizer())
-    dialogue.exchanges = [("a", "b")]
+    dialogue.exchanges = [Exchange("a", "b")]
     with pytest.raises(LoadError, match=message):
         dialogue.load(tmp_path / "file")
-    assert dialogue.exchanges == [("a", "b")]
+    assert dialogue.exchanges == [Exchange("a", "b")]
 
 
 def test_a_system_prompt_without_a_place_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('[{"role": "system", "content": "be nice"}]', encoding="utf-8")
     dialogue = Dialogue(tiny_tokenizer())
-    dialogue.exchanges = [("a", "b")]
+    dialogue.exchanges = [Exchange("a", "b")]
     with pytest.raises(InputError, match="no place"):
         dialogue.load(tmp_path / "file")
     assert dialogue.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -446,9 +447,9 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(
     assert second.finish_reason == "length"
     if steps:
         assert second.stats.reused >= first.prompt_tokens
-        assert capsys.readouterr().out == "".join(reply + "\n" for _, reply in talk.dialogue.exchanges)
+        assert capsys.readouterr().out == "".join(reply + "\n" for _, reply, _ in talk.dialogue.exchanges)
     else:
-        assert [message for message, _ in talk.dialogue.exchanges] == ["The fox"]
+        assert [message for message, _, _ in talk.dialogue.exchanges] == ["The fox"]
         assert "this exchange was not kept" in capsys.readouterr().err
 
 

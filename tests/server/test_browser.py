@@ -23,7 +23,9 @@ from sakiyomi.engine.config import LLMConfig
 from sakiyomi.scale.models import ModelTable, make_models_app
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
-from server_toys import listening, running, small_pdf, toy_llm
+from sakiyomi.server.schema import ChatRequest
+from scripted import script
+from server_toys import CHATML, listening, running, small_pdf, toy_llm
 
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here; apt-get install chromium-headless-shell")
@@ -408,7 +410,7 @@ def test_errors_say_what_to_do_and_lose_nothing(page: Tab) -> None:
     put(page, max=5000)
     send(page, "Too much")
     assert page.run("$('problem').textContent").startswith("The conversation and the new tokens do not fit")
-    assert "max_completion_tokens is 5000" in page.run("$('detail').textContent")
+    assert "max_tokens is 5000" in page.run("$('detail').textContent")
     assert page.run("$('prompt').value") == "Too much" and page.run("chat.turns.length") == 0
     shoot(page, "error")
     put(page, max=5)
@@ -680,3 +682,115 @@ def test_the_list_is_a_drawer_on_a_phone(page: Tab, site: tuple[Server, str]) ->
     shoot(page, "drawer")
     page.press("Escape")
     assert page.run("$('shelf').hidden && document.activeElement.id === 'shelf-toggle'")
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+WEATHER = [{"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": {
+    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]  # fmt: skip
+
+
+@pytest.fixture
+def caller(page: Tab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tab]:
+    """The page of a model that thinks, calls a tool if there is one, and says what it was told."""
+
+    def said(body: ChatRequest) -> str:
+        results = [str(message.content) for message in body.messages if message.role == "tool"]
+        if body.tools and not results:
+            return f"<think>\nI need the weather.\n</think>\n\nLet me **see**.\n{CALL}"
+        return f"<think>\nEasy.\n</think>\n\nIt is {results[-1] if results else 'late'}."
+
+    script(monkeypatch, said, 0)
+    with running(toy_llm("none", template=CHATML + "{# <think></think> #}")) as (_, url):
+        page.open(f"{url}/")
+        page.until(IDLE)
+        put(page, max=300, temperature=0, view="formatted")
+        yield page
+
+
+def summaries(page: Tab, where: str = "#turns") -> list[str]:
+    return page.run(f"[...document.querySelectorAll('{where} summary')].map((each) => each.textContent)")
+
+
+def test_calls_and_thoughts_are_folded_and_a_result_continues_the_turn(caller: Tab) -> None:
+    page = caller
+    put(page, tools=json.dumps(WEATHER))
+    send(page, "How is it?")
+    thought, call = summaries(page)
+    assert thought.startswith("Thought for ") and call == "weather(city=Paris)"
+    assert page.run("[...document.querySelectorAll('#turns details')].some((each) => each.open)") is False
+    assert page.run("document.querySelector('.reply p strong').textContent") == "see"
+    assert "tool_call" not in page.run(
+        "[...document.querySelectorAll('.reply > p')].map((each) => each.textContent)[0]"
+    )
+    assert page.run("$('status').textContent") == "The model calls weather(city=Paris) and waits for the result."
+    # The field of the result has the focus and a label.
+    assert page.run("document.activeElement.labels[0].textContent") == "Result of weather(city=Paris)"
+    shoot(page, "call")
+    page.type("sunny")
+    page.press("Enter")
+    page.until("under === null && chat.turns.length === 2")
+    assert page.run("chat.turns[1].parts.filter((part) => part.kind === 'text').length") == 1
+    assert page.run("[...document.querySelectorAll('.reply')].at(-1).lastElementChild.textContent") == "It is sunny."
+    assert page.run("document.querySelectorAll('form.results').length") == 0
+    roles = page.run("body(null, {})[1].messages.map((each) => each.role)")
+    assert roles == ["user", "assistant", "tool"]
+    sent = page.run("body(null, {})[1].messages[1]")
+    assert sent["content"].strip() == "Let me **see**." and sent["reasoning_content"].strip() == "I need the weather."
+    assert sent["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'}
+    # By keyboard: a summary opens with Enter, and stays open.
+    page.run("[...document.querySelectorAll('#turns .call summary')][0].focus()")
+    page.press("Enter")
+    assert page.run("document.querySelector('.call').open") is True
+    assert json.loads(page.run("document.querySelector('.call pre').textContent")) == {"city": "Paris"}
+    shoot(page, "result")
+    before = summaries(page)
+    assert before[2] == "weather(city=Paris) → sunny"
+    page.run("enter(chat)")  # as when it is read from the browser's store
+    assert summaries(page) == before
+    tokens = page.run("document.querySelectorAll('.call .token').length")
+    assert tokens > 5  # the call's tokens have their colours, too
+
+
+def test_a_message_in_place_of_a_result_says_so_to_the_model(caller: Tab) -> None:
+    page = caller
+    put(page, tools=json.dumps(WEATHER))
+    send(page, "How is it?")
+    send(page, "Never mind")
+    sent = page.run("body(null, {})[1].messages.map((each) => [each.role, each.content])")
+    assert sent[2:4] == [["tool", "The user gave no result."], ["user", "Never mind"]]
+    assert page.run("document.querySelectorAll('form.results').length") == 0
+
+
+def test_thoughts_are_open_while_they_are_written(caller: Tab) -> None:
+    """And are folded then, unless the reader has opened them."""
+    script_ = """(() => {
+      const lane = new Lane($("turns"), ""), seen = [];
+      const add = (text, delta) => { lane.take({text, status: "plain", round: 0}); lane.sort(delta); lane.write(); };
+      const box = () => lane.body.querySelector("details");
+      add("<think>Hm", {reasoning_content: "Hm"});
+      seen.push([box().open, box().querySelector("summary").textContent]);
+      add(", yes.</think>So", {reasoning_content: ", yes.", content: "So"});
+      seen.push([box().open, box().querySelector("p").textContent]);
+      box().firstElementChild.click();
+      add(" it is.", {content: " it is."});
+      seen.push([box().open, lane.body.lastElementChild.textContent]);
+      lane.tools = true;
+      add('<tool_call>{"name": "weather"', {});
+      seen.push([lane.body.lastElementChild.open, lane.body.lastElementChild.firstElementChild.textContent]);
+      return seen;
+    })()"""
+    assert caller.run(script_) == [
+        [True, "Thinking …"], [False, "Hm, yes."], [True, "So it is."], [True, "Writing a call …"],
+    ]  # fmt: skip
+
+
+def test_tools_that_are_none_are_said_before_anything_is_sent(caller: Tab) -> None:
+    page = caller
+    for wrong in ("{", "[1]", '{"name": "weather"}'):
+        put(page, tools=wrong)
+        send(page, "Hello")
+        assert page.run("$('problem').textContent").startswith("The tools are no JSON list of functions")
+        assert page.run("document.activeElement.id") == "tools" and page.run("chat.turns.length") == 0
+    put(page, tools="")
+    send(page, "Hello")
+    assert "tools" not in page.run("body(null, {})[1]") and summaries(page)[0].startswith("Thought for")

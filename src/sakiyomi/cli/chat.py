@@ -18,6 +18,7 @@ from sakiyomi.cli import images
 from sakiyomi.cli.common import JsonOption, flag_help, from_stdin, load, parameters, parsed
 from sakiyomi.cli.output import is_coloured, legend, note, stdout
 from sakiyomi.cli.talk import REFUSED, Chat, Given, Lines, check
+from sakiyomi.cli.tool_use import ToolUse, commands_of
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.images import read_images
 from sakiyomi.core.outputs import Stats
@@ -43,6 +44,10 @@ class ChatOptions:
         template: auto (the tokenizer's chat template, or plain text if it has none), none (plain text: messages and
             replies form one continuing text), or a Jinja file.
         trace: colour each token by its source (accepted, recovered, bonus, plain).
+        tools: JSON or TOML file of tools that the model may call. Each has a name, a command (a list in which {NAME}
+            stands for an argument; without such places the arguments are JSON on stdin), and, if wanted, description,
+            parameters (a JSON schema), ask = false and timeout (seconds).
+        yes_tools: run the commands of tools without asking.
     """
 
     name: str | None = field(default=None, metadata={"argument": "TARGET"})
@@ -50,6 +55,8 @@ class ChatOptions:
     system: str = ""
     template: str = "auto"
     trace: bool = False
+    tools: str | None = None
+    yes_tools: bool = False
 
 
 def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
@@ -65,6 +72,7 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
     from sakiyomi.engine.chat_template import Dialogue, read_template
 
     template = read_template(options.template)
+    commands = commands_of(options.tools, yes=options.yes_tools)
     llm = load(model)
     dialogue = Dialogue(llm.tokenizer, template, options.system, llm.processor)
     lines = Given(messages) if messages else Lines()
@@ -78,7 +86,8 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
         )
         if options.trace:
             legend(stdout())
-    talk = Chat(llm, dialogue, lines, params, options.trace, obey)
+    tools = ToolUse(llm, options.template, commands, str(options.tools)) if commands else None
+    talk = Chat(llm, dialogue, lines, params, options.trace, obey, tools)
     talk.run()
     output.emit({"target": model.target, "draft": model.draft, **talk.to_dict()})
     llm.record()
@@ -181,6 +190,8 @@ def _image(chat: Chat, rest: str) -> None:
         chat.images = []
         note("no image goes with the next message")
         return
+    if chat.tools is not None:
+        raise InputError("images and --tools cannot be combined; start the chat without --tools")
     images.check_sees(chat.llm)
     read_images([*chat.images, rest])
     chat.images.append(rest)
@@ -238,7 +249,7 @@ def _save(chat: Chat, rest: str) -> None:
 
 def _load(chat: Chat, rest: str) -> None:
     """FILE: continue with the messages of such a file."""
-    chat.dialogue.load(_file(rest))
+    chat.dialogue.load(_file(rest), called=chat.tools is not None)
     chat.attempt = 0
     note(f"{len(chat.dialogue.messages)} messages loaded; the conversation continues after them")
 

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from sakiyomi.core.foreign_notes import leave_out_foreign_notes
 from sakiyomi.core.progress import progress
@@ -30,6 +30,7 @@ __all__ = [
     "quiet",
     "say",
     "shortened",
+    "stderr",
     "stdout",
     "table",
     "write",
@@ -50,9 +51,18 @@ MEANINGS = {
 
 def stdout() -> Console:
     """Console of the results; made for each use, since stdout may change."""
+    return _console(sys.stdout)
+
+
+def stderr() -> Console:
+    """Console of what is beside them."""
+    return _console(sys.stderr)
+
+
+def _console(file: IO[str]) -> Console:
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    return Console(file=file, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def is_coloured(console: Console) -> bool:

@@ -6,15 +6,15 @@ import contextlib
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.cli import images
 from sakiyomi.cli.common import note_lossy
 from sakiyomi.cli.output import note, printed, stdout, write
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.core.outputs import Stats
+from sakiyomi.core.outputs import Stats, Step
 from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,6 +52,14 @@ def check(params: SamplingParams) -> None:
     note_lossy(params)
 
 
+class Tools(Protocol):
+    """Answers messages with the help of tools, see ``ToolUse``."""
+
+    def answer(self, chat: Chat, messages: Sequence[dict[str, Any]], attempt: int) -> tuple[str, list[dict[str, Any]]]:
+        """The text of the reply, and the calls and results before it."""
+        ...
+
+
 class Chat:
     """A running conversation.
 
@@ -62,6 +70,7 @@ class Chat:
         params: of replies, until ``/set`` changes them.
         trace: colour tokens by their origin.
         obey: runs the command of a line with a slash.
+        tools: that the model may call; None: none.
 
     Attributes:
         images: image files for the next message.
@@ -78,9 +87,10 @@ class Chat:
         params: SamplingParams,
         trace: bool,
         obey: Callable[[Chat, str], None],
+        tools: Tools | None = None,
     ) -> None:
         self.llm, self.dialogue, self.lines, self.params, self.trace = llm, dialogue, lines, params, trace
-        self._obey = obey
+        self._obey, self.tools = obey, tools
         self.conversation = llm.conversation()
         self.images: list[str] = []
         self.attempt = 0
@@ -122,36 +132,72 @@ class Chat:
         Raises:
             SakiyomiError: there is no reply; the conversation is unchanged.
         """
+        from sakiyomi.engine.chat_template import Exchange
+
         messages = self.dialogue.messages_with(message, before)
+        between: Sequence[dict[str, Any]] = ()
+        if self.tools is None:
+            text = self._plain(messages, attempt)
+        else:
+            text, between = self.tools.answer(self, messages, attempt)
+        if self.replies[-1].finish_reason == "interrupted" and not text.strip():
+            note("stopped before the first word: this exchange was not kept")
+            return
+        self.dialogue.exchanges = [*before, Exchange(message, text, between)]
+        self.attempt = attempt
+        self._comment(text)
+
+    def _plain(self, messages: list[dict[str, Any]], attempt: int) -> str:
         prompt: Any = self.dialogue.prompt(messages)
         if not isinstance(prompt, list):
             images.check_sees(self.llm)
             prompt = self.llm.engine.process(prompt, self.params)
         tokens = prompt if isinstance(prompt, list) else prompt.tokens
+        said: list[str] = []
+
+        def show(steps: Iterable[Step]) -> Iterator[Step]:
+            for step in printed(steps, self.llm.tokenizer, self.params.stop, tokens, coloured=self.trace):
+                said.append(step.text)
+                yield step
+
+        self.stream(prompt, tokens, self.params, attempt, show)
+        return "".join(said)
+
+    def stream(
+        self,
+        prompt: Any,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        attempt: int,
+        show: Callable[[Iterable[Step]], Iterable[Step]],
+    ) -> None:
+        """Stream one reply of the model, and note its figures.
+
+        Args:
+            prompt: for the conversation.
+            tokens: of it.
+            params: of sampling.
+            attempt: number of earlier replies to the same message.
+            show: prints the steps, and gives them back.
+
+        Raises:
+            InputError: the prompt is too long.
+        """
         if len(tokens) >= self.llm.max_context:
             raise InputError(
                 f"with this message the conversation has {len(tokens)} tokens, and the context holds "
                 f"{self.llm.max_context}: /undo removes the last exchange, /reset starts over"
             )
-        said: list[str] = []
         reason = "interrupted"
         try:
-            with contextlib.closing(self.conversation.stream(prompt, self.params, index=attempt)) as steps:
-                for step in printed(steps, self.llm.tokenizer, self.params.stop, tokens, coloured=self.trace):
-                    said.append(step.text)
+            with contextlib.closing(self.conversation.stream(prompt, params, index=attempt)) as steps:
+                for step in show(steps):
                     reason = step.finish_reason or reason
         except KeyboardInterrupt:
             if not self.lines.interactive:
                 raise
             write(stdout(), "", end="\n")
         self.replies.append(Reply(len(tokens), reason, self.conversation.stats))
-        text = "".join(said)
-        if reason == "interrupted" and not text.strip():
-            note("stopped before the first word: this exchange was not kept")
-            return
-        self.dialogue.exchanges = [*before, (message, text)]
-        self.attempt = attempt
-        self._comment(text)
 
     def _comment(self, text: str) -> None:
         """Note an end of a reply that the user may not expect."""

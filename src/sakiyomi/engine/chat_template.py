@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from sakiyomi.core.chats import Chat, is_chat
 from sakiyomi.core.errors import InputError, LoadError
@@ -21,9 +21,23 @@ WORDS = ("auto", "none")
 """What may be given instead of a template."""
 Content = str | list[dict[str, str]]
 """What a message says: a text, or parts, ``{"type": "image", "path": ...}`` and ``{"type": "text", "text": ...}``."""
-Exchange = tuple[Content, str]
-"""A message and the reply to it."""
 _OPENING = '"(“'
+
+
+class Exchange(NamedTuple):
+    """A message and the reply to it.
+
+    Attributes:
+        message: of the user.
+        reply: its text.
+        between: calls of tools and their results before the reply, as messages in OpenAI's form.
+    """
+
+    message: Content
+    reply: str
+    between: Sequence[Mapping[str, Any]] = ()
+
+
 _NEW_REPLY = Rendering()
 
 
@@ -192,16 +206,23 @@ class Dialogue:
         with whole_file(path, "choose another name") as fresh:
             fresh.write_text(text, encoding="utf-8")
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, *, called: bool = False) -> None:
         """Replace the messages by those of a file.
+
+        Args:
+            path: of the file.
+            called: calls of tools may be among them.
 
         Raises:
             LoadError: it cannot be read, or holds something else.
             InputError: the template does not take them. Nothing has changed then.
         """
         system, exchanges = _parse(path)
+        if not called and any(exchange.between for exchange in exchanges):
+            raise InputError(f"the messages in {str(path)!r} have calls of tools; start the chat with --tools")
         if not self.plain:
-            self.rendered(_messages(system, exchanges, "Hello"))
+            texts = [exchange._replace(between=()) for exchange in exchanges]
+            self.rendered(_messages(system, texts, "Hello"))
         self.system = system
         self.exchanges = exchanges
 
@@ -232,8 +253,8 @@ def prompt_ids(tokenizer: Any, prompt: str | Chat, most: int | None = None) -> l
 
 def _messages(system: str, exchanges: Sequence[Exchange], message: Content | None = None) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    for said, reply in exchanges:
-        found += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+    for said, reply, between in exchanges:
+        found += [{"role": "user", "content": said}, *map(dict, between), {"role": "assistant", "content": reply}]
     return found if message is None else [*found, {"role": "user", "content": message}]
 
 
@@ -281,18 +302,39 @@ def _parse(path: Path) -> tuple[str, list[Exchange]]:
     messages = value.get("messages") if isinstance(value, dict) else value
     if not isinstance(messages, list):
         raise LoadError(f'{str(path)!r} holds no messages; expected {{"messages": [{{"role": ..., "content": ...}}]}}')
-    roles: list[str] = []
-    texts: list[Any] = []
     for number, message in enumerate(messages, start=1):
-        role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(role, str) or not (_is_content(text) if role == "user" else _is_text(text)):
+        if not _is_message(message):
             raise LoadError(f"message {number} of {str(path)!r} is {message!r:.80}; expected a role and its content")
-        roles.append(role)
-        texts.append(text)
-    first = int(roles[:1] == ["system"])
-    if roles[first:] != ["user", "assistant"] * ((len(roles) - first) // 2):
+    first = int(bool(messages) and messages[0]["role"] == "system")
+    exchanges: list[Exchange] = []
+    said: list[Any] = []  # since the last reply
+    for message in messages[first:]:
+        said.append(message)
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            exchanges.append(Exchange(said[0]["content"], message["content"], tuple(said[1:-1])))
+            if not _is_exchange(said):
+                break
+            said = []
+    if said:
+        roles = ", ".join(message["role"] for message in messages)
         raise LoadError(
-            f"the roles in {str(path)!r} are {', '.join(roles):.80}; expected user and assistant alternately, ending "
+            f"the roles in {str(path)!r} are {roles:.80}; expected user and assistant alternately, ending "
             "with assistant, perhaps behind one system"
         )
-    return texts[0] if first else "", list(zip(texts[first::2], texts[first + 1 :: 2], strict=True))
+    return messages[0]["content"] if first else "", exchanges
+
+
+def _is_message(value: Any) -> bool:
+    """Whether it is an object with a role and its content, or with calls."""
+    if not isinstance(value, dict) or not isinstance(role := value.get("role"), str):
+        return False
+    content, calls = value.get("content"), value.get("tool_calls")
+    if role == "assistant" and calls:
+        return isinstance(calls, list) and (content is None or _is_text(content))
+    return _is_content(content) if role == "user" else _is_text(content)
+
+
+def _is_exchange(said: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether these messages are one of the user, calls with their results, and a reply."""
+    first, *between = [message["role"] for message in said[:-1]] or [""]
+    return first == "user" and set(between) <= {"assistant", "tool"} and between[:1] != ["tool"]

@@ -3,7 +3,8 @@
 const FORM = "sakiyomi-conversations", KEPT = ["id", "title", "time", "system", "turns"];
 let chat = null, chats = new Map();  // the one that is seen; all that are known by id, newest last
 const fresh = () => ({id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, title: "", time: Date.now(), system: "", turns: []});
-const turnOf = ({user = "", images = [], files = [], reply = "", entries = []}) => ({user, images, files, reply, entries});
+// A turn is a message, or results of the calls before it, and the reply, whose parts are places in it.
+const turnOf = ({user = "", images = [], files = [], results = [], reply = "", entries = [], parts = null, calls = []}) => ({user, images, files, results, reply, entries, parts: parts ?? [{kind: "text", from: 0, to: reply.length}], calls});
 
 const base = new Promise((done) => {
   let asked;
@@ -74,8 +75,10 @@ function enter(one) {
     const drawnTurn = new TurnView(turn), lane = drawnTurn.lane("");
     turn.entries.forEach((token) => lane.take(token));
     if (lane.text !== turn.reply) Object.assign(lane, {text: turn.reply, tokens: 0});
+    Object.assign(lane, {parts: turn.parts, calls: turn.calls, sorted: lane.text.length});
     drawnTurn.end();
     stale.add(lane);
+    if (turn === one.turns.at(-1)) drawnTurn.wait();
   }
   $("welcome").hidden = one.turns.length > 0;
   follows = true;
@@ -97,7 +100,8 @@ async function takeIn(file) {
   try { found = JSON.parse(await file.text()); } catch (error) { show(new Failure("eImport", {name: file.name}, error.message)); return; }
   const list = found?.form === FORM && Array.isArray(found.conversations) ? found.conversations : null;
   const words = (value) => typeof value === "string", sound = (one) => words(one?.id) && words(one.title) && Array.isArray(one.turns) &&
-    one.turns.every((turn) => words(turn?.user) && words(turn.reply) && (turn.images ?? []).every((url) => words(url) && url.startsWith("data:image/")));
+    one.turns.every((turn) => words(turn?.user) && words(turn.reply) && (turn.calls ?? []).every((call) => words(call?.id) && words(call.function?.name) && words(call.function.arguments)) &&
+      (turn.results ?? []).every((result) => words(result?.id) && words(result.call) && words(result.text)) && (turn.parts ?? []).every((part) => ["text", "think", "call"].includes(part?.kind) && part.from >= 0 && part.to >= part.from && (part.kind !== "call" || words(part.call?.function?.arguments))) && (turn.images ?? []).every((url) => words(url) && url.startsWith("data:image/")));
   if (!list?.every(sound)) { show(new Failure("eImport", {name: file.name})); return; }
   for (const one of list) await keep({...fresh(), ...Object.fromEntries(KEPT.filter((name) => name in one).map((name) => [name, one[name]])), turns: one.turns.map(turnOf)});
   say($("status"), "imported", {count: list.length});

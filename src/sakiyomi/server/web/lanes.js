@@ -24,6 +24,8 @@ class Lane {
     this.body.setAttribute("aria-label", text("reply"));
     // For each token: its entry, its place in the text, its element (none where Markdown shows nothing of it).
     Object.assign(this, {text: "", tokens: 0, entries: [], places: [], elements: [], blocks: []});
+    // Thoughts, calls and text, as places in the whole; how far it is sorted; boxes that the reader has opened or closed.
+    Object.assign(this, {parts: [], calls: [], sorted: 0, folds: new Map()});
     Object.assign(this, {begun: performance.now(), first: 0, start: null, stats: null, usage: null, rounds: new Map(), counts: new Map(), before: "…", plain: 0});
   }
   // After the first token, by the server's clock: events may reach a busy page several at once.
@@ -51,9 +53,38 @@ class Lane {
     for (const token of entry.tokens) this.take(token);
     this.stats = entry.stats;
   }
+  // The server separates thoughts, text and calls: its pieces are found again in the text of the tokens.
+  sort({reasoning_content: thoughts, content, tool_calls: calls = []}) {
+    for (const [kind, piece] of [["think", thoughts], ["text", content]]) {
+      if (!piece) continue;
+      const found = this.text.lastIndexOf(piece), from = found < this.sorted ? this.sorted : found, last = this.parts.at(-1);
+      const to = Math.min(this.text.length, from + piece.length);
+      if (last?.kind === kind) last.to = to; else { this.close(); this.parts.push({kind, from, to, ...(kind === "think" && {open: true, begun: performance.now()})}); }
+      this.sorted = to;
+    }
+    for (const {index, ...call} of calls) {
+      this.close();
+      this.calls.push(call);
+      this.parts.push({kind: "call", from: this.sorted, to: this.text.length, call});
+      this.sorted = this.text.length;
+    }
+  }
+  close() {  // thoughts, with their time
+    const last = this.parts.at(-1);
+    if (last?.open) this.parts.splice(-1, 1, {kind: "think", from: last.from, to: last.to, seconds: Math.max(0.1, Math.round((performance.now() - last.begun) / 100) / 10)});
+  }
+  // With what is not sorted yet: a long piece is a call that is being written.
+  get layout() {
+    const rest = this.text.length - this.sorted, last = this.parts.at(-1);
+    if (!rest || this.reason) return this.parts;
+    if (this.tools && rest > 16 && !last?.open) return [...this.parts, {kind: "call", from: this.sorted, to: this.text.length, open: true}];
+    if (last && last.kind !== "call") return [...this.parts.slice(0, -1), {...last, to: this.text.length}];
+    return [...this.parts, {kind: "text", from: this.sorted, to: this.text.length}];
+  }
+  said(kind) { return this.parts.filter((part) => part.kind === kind).map(({from, to}) => this.text.slice(from, to)).join(""); }
   // Blocks that are as they were keep their elements: while a text is written it is the last ones that change.
   write() {
-    const formatted = $("view").value === "formatted", found = (formatted ? blocks : plainBlocks)(this.text);
+    const formatted = $("view").value === "formatted", found = formatted ? blocks(this.text, this.layout) : plainBlocks(this.text);
     const same = (a, b) => a && a.kind === b.kind && a.from === b.from && a.to === b.to && a.open === b.open;
     let kept = 0;
     while (kept < found.length && same(this.blocks[kept], found[kept]) && (found[kept].to < this.text.length || this.drawn === this.tokens)) kept++;
@@ -66,11 +97,16 @@ class Lane {
       Object.assign(this, {blocks: found, drawn: this.tokens});
       return;
     }
-    const focus = about.get(document.activeElement), opened = [...this.body.querySelectorAll("details")].some((box) => box.open);
+    const focus = about.get(document.activeElement), at = document.activeElement?.parentElement?.dataset.at;
     while (this.body.children.length > kept) this.body.lastElementChild.remove();
     for (const each of found.slice(kept)) this.body.append(block(each, this.text, (parent, from, to, classes = "") => this.put(parent, from, to, classes)));
     if (!found.length && this.tokens) this.put(make("p", "", this.body), 0, 0, "");
-    for (const box of this.body.querySelectorAll("details")) box.open = opened;
+    for (const box of [...this.body.querySelectorAll("details")].slice(-8)) {
+      const chosen = this.folds.get(box.dataset.at);
+      if (chosen !== undefined) box.open = chosen;
+      box.firstElementChild.onclick = () => { this.folds.set(box.dataset.at, !box.open); };
+      if (box.dataset.at === at && document.activeElement === document.body) box.firstElementChild.focus();
+    }
     this.blocks = found;
     this.drawn = this.tokens;
     this.elements.find(Boolean)?.setAttribute("tabindex", "0");
@@ -93,7 +129,7 @@ class Lane {
     }
   }
   async run(path, body, signal) {
-    this.begun = performance.now();
+    Object.assign(this, {begun: performance.now(), tools: Boolean(body.tools)});
     this.box.classList.add("busy");
     say(this.line, "waits");
     try {
@@ -102,11 +138,12 @@ class Lane {
         const choice = event.choices[0];
         if (!choice) continue;
         for (const entry of choice.trace ?? []) this.add(entry);
-        if (choice.finish_reason) this.reason = choice.finish_reason;
+        this.sort(choice.delta ?? {content: choice.text});
+        if (choice.finish_reason) { this.reason = choice.finish_reason; this.close(); }
         soon(this);
       }
       if (this.bar) this.bar.value = this.bar.max;
-    } finally { this.box.classList.remove("busy"); }
+    } finally { this.close(); this.reason ||= "stopped"; this.box.classList.remove("busy"); soon(this); }
   }
 }
 

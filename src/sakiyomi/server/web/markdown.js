@@ -11,11 +11,11 @@ const KEYWORDS = new Set(("abstract and as assert async await begin bool boolean
   "ref require return self short static struct super switch template then this throw trait true True try type typedef typeof undefined union unless unsafe unsigned until use " +
   "using var virtual void volatile when where while with yield SELECT FROM WHERE INSERT UPDATE DELETE CREATE TABLE JOIN LEFT ON GROUP ORDER BY AND OR NOT NULL INTO VALUES SET LIMIT AS").split(" "));
 
-function lines(text) {
+function lines(text, from = 0, until = text.length) {
   const found = [];
-  for (let from = 0; from < text.length;) {
-    const end = text.indexOf("\n", from), to = end < 0 ? text.length : end + 1;
-    found.push({from, to, text: text.slice(from, end < 0 ? to : end)});
+  while (from < until) {
+    const end = text.indexOf("\n", from), to = end < 0 || end >= until ? until : end + 1;
+    found.push({from, to, text: text.slice(from, to).replace(/\n$/, "")});
     from = to;
   }
   return found;
@@ -24,11 +24,14 @@ function lines(text) {
 // As it was written: a block for each line, so that the browser lays out only the last one when a token comes.
 const plainBlocks = (text) => lines(text).map(({from, to}) => ({kind: "plain", from, to}));
 
-function blocks(text) {
-  const found = [], all = lines(text);
-  const opened = /^\s*<think>/.exec(text), closed = text.indexOf("</think>");
+// Parts of a reply are thoughts, calls, and text, which is Markdown. Marks of thoughts that the server leaves in a text fold, too.
+const blocks = (text, parts) => parts.flatMap((part) => part.kind === "text" ? textBlocks(text, part.from, part.to) : [part]);
+
+function textBlocks(whole, start, until) {
+  const found = [], text = whole.slice(0, until), all = lines(text, start);
+  const opened = /^\s*<think>/.exec(text), closed = start ? -1 : text.indexOf("</think>");
   let i = 0;
-  if (opened || closed >= 0) {
+  if (!start && (opened || closed >= 0)) {
     const end = closed < 0 ? text.length : closed;
     found.push({kind: "think", from: opened ? opened[0].length : 0, to: end, open: closed < 0});
     while (i < all.length && all[i].to <= (closed < 0 ? end : closed + 8)) i++;
@@ -69,9 +72,18 @@ function block(found, text, put) {
   switch (found.kind) {
     case "plain": { const box = make("p"); put(box, found.from, found.to); return box; }
     case "think": {
-      const box = make("details", "think"), label = make("summary", "", box), words = make("p", "", box);
-      say(label, found.open ? "thinking" : "thought");
+      const box = folded("think", found), words = make("p", "", box);
+      if (found.open) say(box.firstElementChild, "thinking");
+      else if (found.seconds === undefined) say(box.firstElementChild, "thought");
+      else say(box.firstElementChild, "thoughtFor", {seconds: found.seconds});
       put(words, found.from, found.to);
+      return box;
+    }
+    case "call": {  // as the server reads it, and as the model writes it
+      const box = folded("call", found);
+      if (found.open) say(box.firstElementChild, "calling"); else box.firstElementChild.textContent = calledAs(found.call);
+      if (found.call) make("code", "", Object.assign(make("pre", "", box), {tabIndex: 0})).textContent = indented(found.call.function.arguments);
+      if (found.to > found.from) put(make("p", "", box), found.from, found.to);
       return box;
     }
     case "code": {
@@ -111,6 +123,23 @@ function block(found, text, put) {
     case "list": return list(found, inside, last);
     default: { const box = make("p"); inside(box, found.from, trimmed(found)); return box; }
   }
+}
+
+// Open while it is written.
+function folded(kind, found) {
+  const box = make("details", kind);
+  box.dataset.at = `${kind} ${found.from}`;
+  box.open = Boolean(found.open);
+  make("summary", found.open ? "open" : "", box);
+  return box;
+}
+const indented = (text) => { try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; } };
+function calledAs({function: {name, arguments: given}}) {
+  let values;
+  try { values = JSON.parse(given); } catch { values = null; }
+  if (!values || typeof values !== "object") return `${name}(${given})`;
+  const words = Object.entries(values).map(([key, value]) => `${key}=${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ");
+  return `${name}(${words.length > 120 ? `${words.slice(0, 119)}…` : words})`;
 }
 
 function list(found, inside, last) {

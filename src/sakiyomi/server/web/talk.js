@@ -1,6 +1,6 @@
 // Asking: what a message becomes, how a turn looks, the race, and what happens to it when something fails.
 
-const SETTINGS = ["drafter", "gamma", "race", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stops", "seed", "max", "view"];
+const SETTINGS = ["drafter", "gamma", "race", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stops", "seed", "max", "view", "tools"];
 const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"];
 const THOUGHT = /^\s*(?:<think>)?[\s\S]*?<\/think>\s*/;
 
@@ -12,8 +12,26 @@ function body(seed, speculation, turns = chat.turns) {
   if (seed !== null) common.seed = seed;
   if (!card.chat_template) return ["/v1/completions", {...common, prompt: turns.map((turn) => content(turn) + turn.reply).join("\n")}];
   const system = chat.system.trim() ? [{role: "system", content: chat.system}] : [];
-  const messages = turns.flatMap((turn) => [{role: "user", content: content(turn)}, {role: "assistant", content: turn.reply.replace(THOUGHT, "")}]).slice(0, -1);
-  return ["/v1/chat/completions", {...common, messages: [...system, ...messages]}];
+  const messages = turns.flatMap((turn, i) => [...asked(turn, turns[i - 1]), answered(turn)]).slice(0, -1), tools = toolsGiven();
+  return ["/v1/chat/completions", {...common, messages: [...system, ...messages], ...(tools.length && {tools})}];
+}
+// What precedes a reply: results of calls, which a user may have left without any, or a message.
+function asked(turn, before) {
+  const result = (id, content) => ({role: "tool", tool_call_id: id, content});
+  if (turn.results.length) return turn.results.map(({id, text}) => result(id, text));
+  return [...(before?.calls ?? []).map(({id}) => result(id, "The user gave no result.")), {role: "user", content: content(turn)}];
+}
+function answered({reply, parts, calls}) {
+  const said = (kind) => parts.filter((part) => part.kind === kind).map(({from, to}) => reply.slice(from, to)).join("");
+  const words = said("text").replace(THOUGHT, ""), thoughts = said("think");
+  return {role: "assistant", content: words || !calls.length ? words : null, ...(thoughts && {reasoning_content: thoughts}), ...(calls.length && {tool_calls: calls})};
+}
+function toolsGiven() {
+  const given = card?.tools ? $("tools").value.trim() : "";
+  let found;
+  try { found = given ? JSON.parse(given) : []; } catch (error) { throw new Failure("eTools", {}, error.message); }
+  if (!Array.isArray(found) || !found.every((tool) => typeof tool?.function?.name === "string")) throw new Failure("eTools");
+  return found;
 }
 function content(turn) {
   const said = [...turn.files.map((file) => `${file.name}:\n${file.text}\n`), turn.user].join("\n");
@@ -25,17 +43,24 @@ class TurnView {
   constructor(turn) {
     this.turn = turn;
     this.said = make("div", "user", $("turns"));
-    say(make("h2", "", this.said), "you");
+    say(make("h2", "", this.said), turn.results.length ? "results" : "you");
+    for (const {call, text: words} of turn.results) {
+      const box = make("details", "", this.said);
+      make("summary", "", box).textContent = `${call} → ${words.length > 60 ? `${words.slice(0, 59)}…` : words}`;
+      make("pre", "", box).textContent = words;
+    }
     for (const url of turn.images) Object.assign(make("img", "", this.said), {src: url, alt: text("image")});
     for (const file of turn.files) {
       const box = make("details", "", this.said);
       make("summary", "", box).textContent = file.name;
       make("p", "", box).textContent = file.text;
     }
-    make("p", "", this.said).textContent = turn.user;
-    const acts = make("div", "acts", this.said);
-    button(acts, "edit", () => this.edit());
-    button(acts, "copy", () => copy(turn.user));
+    if (!turn.results.length) {
+      make("p", "", this.said).textContent = turn.user;
+      const acts = make("div", "acts", this.said);
+      button(acts, "edit", () => this.edit());
+      button(acts, "copy", () => copy(turn.user));
+    }
     this.lanes = make("div", "lanes", $("turns"));
   }
   lane(title) { return new Lane(this.lanes, title); }
@@ -43,6 +68,25 @@ class TurnView {
     const acts = this.acts = make("div", "acts", $("turns"));
     button(acts, "regenerate", () => { if (!under) again(this.turn, this.turn.user); });
     button(acts, "copy", () => copy(this.turn.reply));
+  }
+  wait() {  // for the results of its calls
+    if (!this.turn.calls.length) return;
+    const form = make("form", "results", $("turns")), calls = this.turn.calls.map((call) => ({id: call.id, call: calledAs(call)}));
+    const fields = calls.map(({call}, i) => {
+      const box = make("div", "", form), label = make("label", "", box), words = make("textarea", "", box);
+      say(label, "resultOf", {call});
+      label.htmlFor = words.id = `result-${i}`;
+      words.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
+      });
+      return words;
+    });
+    say(make("button", "main", form), "giveResults");
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      send("", {results: calls.map((one, i) => ({...one, text: fields[i].value}))});
+    });
+    if ([document.body, $("prompt"), $("stop")].includes(document.activeElement)) fields[0].focus();
   }
   edit() {
     if (under || this.editor) return;
@@ -66,7 +110,7 @@ class TurnView {
 // Ask once more from this turn on; what follows it is back if nothing comes of it.
 function again(turn, message) {
   const at = chat.turns.indexOf(turn);
-  return send(message, {at, images: turn.images, files: turn.files});
+  return send(message, {at, images: turn.images, files: turn.files, results: turn.results});
 }
 
 function busy(on) {
@@ -77,8 +121,8 @@ function busy(on) {
   $("talk").setAttribute("aria-busy", on);
   if (lost) $("prompt").focus();
 }
-async function send(message = $("prompt").value, {at = chat.turns.length, images = null, files = null} = {}) {
-  if (under || !(message.trim() || attached.length)) return;
+async function send(message = $("prompt").value, {at = chat.turns.length, images = null, files = null, results = []} = {}) {
+  if (under || !(message.trim() || attached.length || results.length)) return;
   $("error").hidden = true;
   if (!card) await meet();
   if (!card || under) return;
@@ -89,13 +133,19 @@ async function send(message = $("prompt").value, {at = chat.turns.length, images
     $("settings").reportValidity();
     return;
   }
+  try { toolsGiven(); } catch (failure) {
+    $("settings-box").open = true;
+    show(failure);
+    $("tools").focus();
+    return;
+  }
   const race = $("race").disabled || $("drafter").value === "off" ? "" : $("race").value;
   const given = $("seed").value === "" ? null : Number($("seed").value);
   const seed = race && given === null ? crypto.getRandomValues(new Uint32Array(1))[0] : given;  // both draw the same
   const gamma = $("gamma").value, deep = /^\d+$/.test(gamma) ? Number(gamma) : gamma;
   const ahead = $("drafter").value === "off" || !card.drafter ? {drafter: "off"} : {drafter: $("drafter").value, gamma: deep};
-  const mine = images === null, taken = mine ? attached.splice(0) : [];
-  const turn = turnOf({user: message, images: images ?? taken.filter((file) => file.image).map((file) => file.image), files: files ?? taken.filter((file) => file.text !== undefined)});
+  const mine = images === null && !results.length, taken = mine ? attached.splice(0) : [];
+  const turn = turnOf({user: message, results, images: images ?? taken.filter((file) => file.image).map((file) => file.image), files: files ?? taken.filter((file) => file.text !== undefined)});
   const dropped = chat.turns.splice(at), old = dropped.length ? [...$("turns").children].slice([...$("turns").children].indexOf($("turns").querySelectorAll(".user")[at])) : [];
   for (const element of old) element.remove();
   listFiles();
@@ -103,11 +153,14 @@ async function send(message = $("prompt").value, {at = chat.turns.length, images
   chat.system = $("system").value;
   chat.title ||= (message.trim() || taken[0]?.name || "").split("\n")[0].slice(0, 60);
   $("welcome").hidden = true;
+  const forms = $("turns").querySelectorAll("form.results");
+  for (const form of forms) form.hidden = true;
   const view = new TurnView(turn), main = view.lane(race ? "ahead" : ""), other = race ? view.lane("plainLane") : null, one = chat;
   const earlier = current, takeBack = () => {
     one.turns.splice(one.turns.indexOf(turn), 1, ...dropped);
     for (const element of [view.said, view.lanes, view.acts]) element?.remove();
     $("turns").append(...old);
+    for (const form of forms) form.hidden = false;
     current = earlier;
     $("welcome").hidden = one.turns.length > 0;
     if (dropped.length) return;
@@ -129,7 +182,8 @@ async function send(message = $("prompt").value, {at = chat.turns.length, images
     if (other) runs.push(() => other.run(...body(seed, {drafter: "off"}), under.signal));
     if (race === "turn") for (const run of runs) await run();
     else await Promise.all(runs.map((run) => run()));
-    say($("status"), "done", {tokens: main.tokens, text: main.text});
+    if (main.calls.length) say($("status"), "callsWait", {calls: main.calls.map(calledAs).join(", ")});
+    else say($("status"), "done", {tokens: main.tokens, text: main.said("text")});
     if (other) $("status").append(" ", judge(main, other, race).textContent);
   } catch (error) {
     if (error.name === "AbortError") say($("status"), "stopped", {tokens: main.tokens});
@@ -141,12 +195,13 @@ async function send(message = $("prompt").value, {at = chat.turns.length, images
     if (!main.tokens) takeBack();
   } finally {
     turn.reply = main.text;
-    turn.entries = main.entries;
+    Object.assign(turn, {entries: main.entries, parts: main.parts, calls: main.calls});
     if (main.tokens) view.end();
     if (main.reason === "length") say(make("p", "note", view.acts), "cut");
     redraw();
     under = null;
     busy(false);
+    if (main.tokens) { for (const form of forms) form.remove(); view.wait(); }
     one.time = Date.now();
     keep(one);
   }
@@ -175,7 +230,7 @@ function asCode(kind) {
   const call = path.includes("chat") ? "client.chat.completions.create" : "client.completions.create";
   return `from openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key=${key ? 'os.environ["API_KEY"]' : '"none"'})\nreply = ${call}(\n${rest}    extra_body=${python(extra)},\n)\nprint(reply.choices[0].${path.includes("chat") ? "message.content" : "text"})\n`.replace(/^/, key ? "import os\n\n" : "");
 }
-for (const kind of ["curl", "python"]) $(`as-${kind}`).addEventListener("click", () => copy(asCode(kind)));
+for (const kind of ["curl", "python"]) $(`as-${kind}`).addEventListener("click", () => { try { copy(asCode(kind)); } catch (failure) { show(failed(failure)); } });
 
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 $("settings").addEventListener("submit", (event) => { event.preventDefault(); send(); });
@@ -228,6 +283,7 @@ async function meet(name = $("choice").value) {
   } catch (error) { if (mine === meeting) { say($("model"), "unknown"); show(error); } return; }
   $("keyform").hidden = true;
   $("system-box").hidden = !card.chat_template;
+  $("tools-box").hidden = !card.tools;
   say($("model"), card.drafter ? "model" : "modelPlain", {name: card.id, drafter: named(card.drafter), context: card.max_model_len});
   if (stored("settings") === null) $("view").value = card.chat_template ? "formatted" : "written";
   welcome();

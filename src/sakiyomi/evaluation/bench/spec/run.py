@@ -21,7 +21,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
-from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
+from sakiyomi.engine.chat_template import WORDS, Dialogue, Exchange, read_template
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
@@ -227,7 +227,7 @@ class Talk:
             way.engine.drafter.forget()
         for turn, said in enumerate(self.question.turns):
             if turn == len(self.prompts):
-                before = list(zip(self.question.turns, self.answers, strict=False))
+                before = [Exchange(*pair) for pair in zip(self.question.turns, self.answers, strict=False)]
                 prompt = self.dialogue.read(self.dialogue.messages_with(said, before))
                 self.prompts.append(middle_cut(prompt, self.most))
             done += way.generate([self.prompts[turn]], params)
