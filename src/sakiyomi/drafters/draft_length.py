@@ -18,10 +18,11 @@ FAR, FAR_NODES = 32, 127
 BEARABLE = 1.5  # longest round with drafts of a fixed size, in undrafted rounds, where other requests share it
 PATIENCE = 6  # drafting rounds that are measured before a loss stops drafting
 LOSS = 0.98  # drafting below this speed, relative to plain decoding, is a loss
+CLEAR = 0.9  # the same where only other requests were measured, whose texts may be harder
 PROBE_EVERY, PROBE_LATEST = 12, 384  # rounds of the first rest and of the longest: each failed probe doubles it
 PROBE_AGAIN = 96  # least rounds of a rest that begins because other requests lost time
 WEIGHT = 4.0  # weight of the initial acceptance, in rounds
-MEMORY = 0.97  # share of its weight that a measured acceptance keeps with every later round
+MEMORY = 0.97  # share of its weight that a round keeps with every later one: with less, tokens of few rounds decide
 PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
 
 
@@ -310,7 +311,7 @@ class AutoSize:
         now = costs()
         measured = self._gain.rounds >= PATIENCE
         # Until enough is measured, losses of other requests count; their gains do not excuse a bad first round.
-        others = not measured and 0 < now.rate * now.plain < LOSS
+        others = not measured and 0 < now.rate * now.plain < CLEAR
         losing = (measured or others) and self._gain.expected(now) * now.plain < LOSS
         depth = 0 if losing else self._depth(now)
         self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0), others)
@@ -390,8 +391,8 @@ class Throughput:
 
     def add(self, tokens: float, seconds: float) -> None:
         """A round committed so many tokens in so many seconds."""
-        self._tokens = 0.92 * self._tokens + tokens
-        self._seconds = 0.92 * self._seconds + seconds
+        self._tokens = MEMORY * self._tokens + tokens
+        self._seconds = MEMORY * self._seconds + seconds
         self.rounds += 1
 
     def fade(self, share: float) -> None:

@@ -30,6 +30,9 @@ from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded
 
+TOGETHER = 64
+"""Tokens whose features are made at the latest, all in one product."""
+
 
 @dataclass(eq=False)
 class FedTree(DraftTreeState):
@@ -97,12 +100,15 @@ class _Seat(Seat):
         begun: the first token whose feature is stored.
         known: the first token behind those.
         held: the first token that has no row in the slot.
+        waiting: hidden states of the target for the tokens behind `known`, whose features are not made yet: the first
+            of these tokens, and the states by layer.
     """
 
     features: Tensor = field(default_factory=lambda: torch.empty(0, 0))
     begun: int = 0
     known: int = 0
     held: int = 0
+    waiting: list[tuple[int, Mapping[int, Tensor]]] = field(default_factory=list)
 
     def feed(self, first: int, states: Tensor) -> None:
         """Store the features of the tokens from `first` on; earlier ones stay."""
@@ -121,6 +127,12 @@ class _Seat(Seat):
     def between(self, first: int, last: int) -> Tensor:
         """Features of tokens first, ..., last - 1."""
         return self.features[first - self.begun : last - self.begun]
+
+
+def _end(part: tuple[int, Mapping[int, Tensor]]) -> int:
+    """The token behind those whose states wait together."""
+    first, states = part
+    return first + len(next(iter(states.values())))
 
 
 class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
@@ -160,8 +172,21 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         return cls(head, target.vocab_size)
 
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
-        """See ``Drafter.observe``."""
-        self.seat(context).feed(first, self._head.project(states))
+        """See ``Drafter.observe``. Features are made when they are needed, or of many tokens at once."""
+        seat = self.seat(context)
+        if seat.waiting and first != _end(seat.waiting[-1]):
+            self._feed(seat)
+        # Copies: the next pass may write into the same place.
+        seat.waiting.append((first, {layer: state.clone() for layer, state in states.items()}))
+        if _end(seat.waiting[-1]) - seat.waiting[0][0] >= TOGETHER:
+            self._feed(seat)
+
+    def _feed(self, seat: _Seat) -> None:
+        """Make the features of the tokens that wait for them."""
+        waiting, seat.waiting = seat.waiting, []
+        if waiting:
+            states = {layer: torch.cat([own[layer] for _, own in waiting]) for layer in waiting[0][1]}
+            seat.feed(waiting[0][0], self._head.project(states))
 
     # ------------------------------------------------------------ drafts
 
@@ -169,6 +194,8 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
         before = self.model.forward_seconds
         for context in contexts:
+            if (seat := context.memory.get(self.name)) is not None:
+                self._feed(seat)
             self._catch_up(context)
         self.prefill_seconds += self.model.forward_seconds - before
         return super().propose(contexts, gammas)

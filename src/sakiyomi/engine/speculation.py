@@ -241,6 +241,8 @@ class SpeculationController:
     def give_all_states(self, request: Request, output: PassOutput, first: int, rows: slice | list[int]) -> None:
         """Give a drafter that wants all hidden states those in these rows of a pass: of the tokens from `first` on."""
         if self._wanted is not None and self._wanted.rows == "all":
+            if not isinstance(rows, slice) and rows[-1] - rows[0] == len(rows) - 1:
+                rows = slice(rows[0], rows[-1] + 1)  # to gather rows takes longer
             states = {layer: output.features[layer][rows] for layer in self._wanted.layers}
             tell(self.drafter, "observe", request.context, first, states)
 
