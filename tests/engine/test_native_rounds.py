@@ -67,7 +67,7 @@ def by_python() -> Iterator[None]:
     """Python runs the passes of rounds, as it does those of models that have no program."""
     rounds = engine().engine._native._rounds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_rounds, "_program", lambda replay, model: 0)
+        patch.setattr(kernel_rounds, "_program", lambda *_: 0)
         rounds._made_for = []
         yield
     rounds._made_for = []
@@ -288,7 +288,7 @@ def test_given_drafts_are_judged_as_by_python(case: str, passes: str, monkeypatc
     for able in (False, True):
         with monkeypatch.context() as patch:
             if passes == "python":
-                patch.setattr(kernel_rounds, "_program", lambda replay, model: 0)
+                patch.setattr(kernel_rounds, "_program", lambda *_: 0)
             loop._native._rounds._made_for = []
             watched = Watched(patch, able, "score")
             drafter.told.clear()

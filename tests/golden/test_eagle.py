@@ -203,7 +203,7 @@ def test_more_rows_than_a_pass_has_features(exact: bool, tmp_path: Path) -> None
     build = partial(build_runner, compile=False, max_slots=20, exact=exact)
     folder = str(speculators_folder(tmp_path, head("plain")))
     target = build(deep_target())
-    around = DrafterContext(None, target, VOCAB, pack=lambda loaded: build(loaded.model, owned=True))
+    around = DrafterContext(None, target, VOCAB, pack=lambda loaded, _: build(loaded.model, owned=True))
     drafter = EagleDrafter.make(folder, around)
     own, tokens = drafter._head, [prompt(60, seed) for seed in range(20)]
     features = torch.randn(20, 60, deep_target().config.hidden_size, generator=torch.Generator().manual_seed(1))

@@ -41,7 +41,7 @@ def target() -> Any:
 
 def around(runner: ModelRunner) -> DrafterContext:
     return DrafterContext(
-        None, runner, VOCAB, pack=lambda loaded: build_runner(loaded.model, owned=True, compile=False)
+        None, runner, VOCAB, pack=lambda loaded, *_: build_runner(loaded.model, owned=True, compile=False)
     )
 
 

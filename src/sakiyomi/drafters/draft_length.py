@@ -24,6 +24,7 @@ PROBE_AGAIN = 96  # least rounds of a rest that begins because other requests lo
 WEIGHT = 4.0  # weight of the initial acceptance, in rounds
 MEMORY = 0.97  # share of its weight that a round keeps with every later one: with less, tokens of few rounds decide
 PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
+ANEW, KEPT = 0.1, 0.3  # shares of their weight that measured speed and acceptance keep when a rest is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,16 +336,11 @@ class AutoSize:
             self._left = (max(self._rest, PROBE_AGAIN) if others else self._rest) - 1
         elif phase is Phase.PROBING:
             self._left, self._rest = PROBE_ROUNDS - 1, min(2 * self._rest, PROBE_LATEST)
-            self._forget(0.3)
+            self._gain.fade(ANEW)
+            self._kept, self._tried = ([KEPT * each for each in part] for part in (self._kept, self._tried))
         elif phase is Phase.DRAFTING:
             self._rest = PROBE_EVERY
         self.phase = phase
-
-    def _forget(self, share: float) -> None:
-        """Let what was seen so far count less."""
-        self._gain.fade(share)
-        self._kept = [kept * share for kept in self._kept]
-        self._tried = [tried * share for tried in self._tried]
 
     def _depth(self, now: Costs) -> int:
         """Length of the chain with the largest predicted speed-up; for trees at least ``PROBE``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from sakiyomi.drafters.draft_length import LOSS, Throughput
+from sakiyomi.drafters.draft_length import ANEW, LOSS, Throughput
 
 SETTLED, FEWEST = 16, 6  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
@@ -70,7 +70,7 @@ class Pace:
         if self._left:
             self._left -= 1
             if not self._left:  # tried anew
-                self.drafted.fade(0.3)
+                self.drafted.fade(ANEW)
                 self._enough = self.drafted.rounds + TRIAL
 
     def add_drafted(self, tokens: float, seconds: float) -> None:
