@@ -137,6 +137,8 @@ def _of_several(templates: str | Mapping[str, str], *, tools: bool) -> str:
     """The template for a chat, of a text or several by name."""
     if isinstance(templates, str):
         return templates
+    if not isinstance(templates, Mapping):
+        raise InputError(f"the chat template is {templates!r}, and no text; give another one, or none for plain text")
     name = "tool_use" if tools and "tool_use" in templates else "default"
     if name not in templates:
         raise InputError(

@@ -243,7 +243,7 @@ class ModelWeights:
         """Replace a recorded model by the transformers model, for its modules; sessions switch when they settle."""
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
-            self.capture.wanted = self.layers(self.capture.wanted)
+            self.capture.wanted = layers_of(self, self.capture.wanted)
             self.set_windows()
             _serve_elementwise(self.module)
             self.generation += 1
@@ -278,30 +278,14 @@ class ModelWeights:
             raise UnsupportedError(f"{name} has an encoder: its hidden states are not captured")
         if not all(0 <= layer < count for layer in layers):
             raise UnsupportedError(
-                f"hidden states of layers {', '.join(map(str, layers))} are wanted, and {name} has {count}, counted "
-                "from 0: name others"
+                f"hidden states of layers {', '.join(map(str, layers))} are wanted; {name} has 0 to {count - 1}"
             )
-        wanted = self.layers({*self.capture.wanted, *layers})
+        wanted = layers_of(self, {*self.capture.wanted, *layers})
         if wanted.keys() != self.capture.wanted.keys():
             if isinstance(self.module, RecordedModel):
                 self.module.capture(list(wanted))
             self.capture.wanted = wanted
             self.generation += 1
-
-    def layers(self, numbers: Collection[int]) -> dict[int, nn.Module]:
-        """Decoder layers of the model by their numbers, or what stands for them in a recorded one.
-
-        Raises:
-            UnsupportedError: its list of layers is not found.
-        """
-        if not numbers:
-            return {}
-        count = int(self.config.num_hidden_layers)
-        if isinstance(self.module, RecordedModel):
-            found = self.module.outputs
-        else:
-            found = self.module.get_submodule(layer_list(self.module, count, "hidden states of layers"))
-        return {layer: found[layer] for layer in sorted(numbers)}
 
     @property
     def keeps_logits(self) -> bool:
@@ -417,6 +401,24 @@ def _stream_layers(weights: ModelWeights) -> None:
     """Have the layers that are packed by now read from files and dropped in every pass, if that is wanted."""
     if isinstance(weights.stream, PackedStream):
         weights.stream.attach(weights.module, int(weights.config.num_hidden_layers))
+
+
+def layers_of(weights: ModelWeights, numbers: Collection[int]) -> dict[int, nn.Module]:
+    """Decoder layers of a model by their numbers, or what stands for them in a recorded one.
+
+    Raises:
+        UnsupportedError: its list of layers is not found.
+    """
+    if not numbers:
+        return {}
+    module = weights.module
+    if isinstance(module, RecordedModel):
+        found = module.outputs
+    else:
+        found = module.get_submodule(
+            layer_list(module, int(weights.config.num_hidden_layers), "hidden states of layers")
+        )
+    return {layer: found[layer] for layer in sorted(numbers)}
 
 
 def rounding_of(weights: ModelWeights) -> str | None:

@@ -152,8 +152,10 @@ def _captured(runner: ModelRunner, module: Any, outputs: bool = True) -> Iterato
         capture.wanted = dict(enumerate(module.outputs)) if outputs else {}
         module.capture(list(capture.wanted))
     elif outputs:
+        from sakiyomi.model_executor.weights import layers_of  # which imports this folder
+
         with suppress(UnsupportedError):
-            capture.wanted = runner.weights.layers(range(int(runner.config.num_hidden_layers)))
+            capture.wanted = layers_of(runner.weights, range(int(runner.config.num_hidden_layers)))
     capture.listen(runner.weights.head)  # a recording has it, too
     try:
         yield capture
