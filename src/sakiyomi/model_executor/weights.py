@@ -278,7 +278,7 @@ class ModelWeights:
             raise UnsupportedError(f"{name} has an encoder: its hidden states are not captured")
         if not all(0 <= layer < count for layer in layers):
             raise UnsupportedError(
-                f"hidden states of layers {', '.join(map(str, layers))} are wanted; {name} has 0 to {count - 1}"
+                f"hidden states of layers {', '.join(map(str, layers))} are wanted, counted from 0; {name} has {count}"
             )
         wanted = layers_of(self, {*self.capture.wanted, *layers})
         if wanted.keys() != self.capture.wanted.keys():
