@@ -56,7 +56,7 @@ struct Root {
 struct Ask : Extent, Root {};
 
 // Hidden states that a model's rows read beside their tokens, as those of an EAGLE head do: the target's for committed tokens, the model's own
-// for its candidates. As drafters/native_trees.py packs it.
+// for its candidates. As model_executor/kernel_rounds.py packs it.
 struct Fed {
   char* given = nullptr;            // where a pass reads them; null: its rows read tokens alone
   int64_t rows = 0, bytes = 0;      // most rows of a pass, bytes of each

@@ -232,7 +232,7 @@ class KernelRounds:
             which = int(model is self._target)
             inputs = [ids.data_ptr() for _, ids, _ in passes.values()]
             seen = bool(which) and self._wants_logits
-            vocab = model.vocab_size if self.fed is None else self.fed.vocab
+            vocab = self._vocab(model)
             programs = [0 if seen else _program(each, vocab, model.dtype) for each, _, _ in passes.values()]
             session = model.backend.session
             assert session is not None, "see `describable`"
@@ -307,11 +307,14 @@ class KernelRounds:
     def _model(self, code: int) -> ModelRunner:
         return self.models[-1 if code % 2 else 0]
 
+    def _vocab(self, model: ModelRunner) -> int:
+        """Width of the logits of a model's passes."""
+        return model.vocab_size if self.fed is None else self.fed.vocab
+
     def _readable(self, code: int, logits: Tensor) -> bool:
         """Whether logits of a pass are as the kernels read them."""
         model = self._model(code)
-        vocab = model.vocab_size if self.fed is None else self.fed.vocab
-        if logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == vocab:
+        if logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == self._vocab(model):
             self._checked.add(code)
             return True
         logger.debug("no rounds in the kernels: logits are %s of width %d", logits.dtype, logits.shape[-1])

@@ -93,7 +93,10 @@ class RecordedModel(nn.Module):
 
     def capture(self, layers: Sequence[int]) -> None:
         """Have passes also give the outputs of these layers, in this order."""
-        self._captured = [self.outputs[layer] for layer in layers]
+        captured = [self.outputs[layer] for layer in layers]
+        if captured == self._captured:  # a program takes a while to make
+            return
+        self._captured = captured
         self.program = self._program((0, 1, *(2 + layer for layer in layers)))
 
     def get_input_embeddings(self) -> nn.Module | None:

@@ -9,11 +9,10 @@ from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.server.learnt_format import ASKED, FIRST, IDS, ONE, SAID, TOOLS, Write, same_begin
-from sakiyomi.server.said import TextMarks
+from sakiyomi.server.said import MARK, TextMarks
 from sakiyomi.server.thoughts import ThoughtMarks
 
 THOUGHT = "THOUGHTTEXT"
-_EDGE = r"(?:<[^<>]+>|\[/?[A-Z_]+\])"
 _CALLED: Mapping[str, Any] = {
     "content": "", "tool_calls": [{"id": IDS[0], "type": "function", "function": {"name": FIRST, "arguments": ONE}}],
 }  # fmt: skip
@@ -43,10 +42,10 @@ def _replies() -> Iterator[tuple[Mapping[str, Any], str]]:
 
 def _around(before: str, behind: str) -> ThoughtMarks | None:
     """The marks next to thoughts; a mark may be a word between two others, the same one on both sides."""
-    named = re.match(rf"\s*({_EDGE}(\w+){_EDGE})", behind)
-    if named is not None and (opening := re.search(rf"{_EDGE}{named[2]}{_EDGE}\s*\Z", before)) is not None:
+    named = re.match(rf"\s*({MARK}(\w+){MARK})", behind)
+    if named is not None and (opening := re.search(rf"{MARK}{named[2]}{MARK}\s*\Z", before)) is not None:
         return ThoughtMarks(opening[0].strip(), named[1])
-    opening, closing = re.search(rf"{_EDGE}\w*\s*\Z", before), re.match(rf"\s*{_EDGE}", behind)
+    opening, closing = re.search(rf"{MARK}\w*\s*\Z", before), re.match(rf"\s*{MARK}", behind)
     if opening is None or closing is None:
         return None
     return ThoughtMarks(opening[0].strip(), closing[0].strip())
@@ -59,7 +58,7 @@ def learnt_text(write: Write, thoughts: ThoughtMarks | None) -> TextMarks | None
         before, said, behind = found.rpartition(SAID)
         opening = before[len(same_begin(write([ASKED], (), True), before)) :]
         opening = opening.rpartition(thoughts.closing)[2] if thoughts is not None else opening
-        marks, closing = re.fullmatch(rf"\s*((?:{_EDGE}\w*)+)\s*", opening), re.match(rf"(?:{_EDGE}\w*)+", behind)
+        marks, closing = re.fullmatch(rf"\s*((?:{MARK}\w*)+)\s*", opening), re.match(rf"(?:{MARK}\w*)+", behind)
         if said and marks is not None and closing is not None:
             return TextMarks(marks[1], closing[0])
     return None

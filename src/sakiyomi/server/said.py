@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-_MARK = re.compile(r"<[^<>]+>|\[/?[A-Z_]+\]")
+MARK = r"(?:<[^<>]+>|\[/?[A-Z_]+\])"
+"""A mark of a chat template, as a pattern."""
 
 
 class TextMarks(NamedTuple):
@@ -25,7 +26,7 @@ class TextReader:
     def __init__(self, marks: TextMarks) -> None:
         self._marks = list(marks)  # those that are still to come
         self._pending = ""
-        self._first = len(found[0]) if (found := _MARK.match(marks.closing)) is not None else len(marks.closing)
+        self._first = len(found[0]) if (found := re.match(MARK, marks.closing)) is not None else len(marks.closing)
 
     def push(self, text: str, last: bool) -> str:
         """New text of the reply; ``last``: the reply is over. What follows the closing mark is dropped."""

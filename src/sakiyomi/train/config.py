@@ -28,7 +28,7 @@ class LoopOptions(Group):
         note: Line for the card, such as a data set with its licence. Repeatable.
         seed: Seed for the initial weights and the order of the data.
         save_minutes: Minutes of training between checkpoints; the last two are kept.
-        eval_minutes: Minutes of training between held-out losses.
+        eval_minutes: Minutes of training between held-out losses, more if they would take over a 20th of the time.
         log_seconds: Seconds between log lines if stderr is no terminal.
         compile: Compile the layers with torch.compile if a C++ compiler is installed.
         threads: CPU threads of each process; 0: all.
@@ -279,7 +279,7 @@ class TaughtConfig(RunConfig):
             training text is held back.
         minutes: Training time in minutes of wall clock, without the time for samples.
         row_tokens: Row length in tokens; one only.
-        eval_minutes: Minutes of training between acceptance measurements.
+        eval_minutes: The same between acceptance measurements.
     """
 
     text: TextOptions = TextOptions()

@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from sakiyomi.core.chats import question
 from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.chat_template import prompt_ids
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note, silent
@@ -139,8 +141,8 @@ class _Asked:
         self._config, self._pair, self._llm = config, pair, llm
         self._questions = _questions(config, kind, seconds)
         chat = kind == "chat" and getattr(llm.tokenizer, "chat_template", None)
-        parts = [part for question in self._questions for part in question.prompts]
-        self._prompts = [self._templated(part) if chat else part for part in parts]
+        parts = [part for one in self._questions for part in one.prompts]
+        self._prompts = [prompt_ids(llm.tokenizer, question(part)) if chat else part for part in parts]
 
     def contenders(self, heat: float) -> list[Contender]:
         """The contenders at a temperature: transformers, then ours. Greedy answers are compared."""
@@ -193,14 +195,6 @@ class _Asked:
             **({} if score is None else {score[0]: score[1](*self._answered(standing.runs[0].outputs))}),
             "equal": shown["equal"],
         }
-
-    def _templated(self, part: Any) -> list[int]:
-        """A question in the model's chat template."""
-        said = [{"role": "user", "content": part}]
-        made = self._llm.tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        return list(made["input_ids"])
 
     def _run(self, write: Write, params: SamplingParams) -> TimedRun:
         """Answer all prompts, one after the other. Special tokens are removed, so that answers can be compared."""
