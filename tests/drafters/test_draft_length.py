@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.draft_length import (
+    CLEAR,
     LOSS,
     MOST,
     MOST_NODES,
@@ -164,6 +166,26 @@ def test_a_gain_that_is_next_to_none_is_no_loss() -> None:
         policy.observe(4, 1, 2.0 / (LOSS + 0.01))
     assert policy._gain.rate == pytest.approx(LOSS + 0.01)
     assert policy.next(lambda: costs(slope=0.0, draft=0.01)).depth > 0
+
+
+@pytest.mark.parametrize(("gain", "least", "most"), [(1.15, 0.8, 1.0), (0.7, 0.0, 0.1)])
+def test_tokens_of_few_rounds_decide_nothing(gain: float, least: float, most: float) -> None:
+    """Rounds with drafts commit one to four tokens. What is faster in the mean is drafted, what is slower is not."""
+    drafted, rounds = 0, 300
+    for seed in range(20):
+        chance, policy = random.Random(seed), AutoSize(True)
+        for _ in range(rounds):
+            depth = min(3, policy.next(lambda: costs(draft=0.05, slope=0.0)).depth)
+            kept = next((i for i in range(depth) if chance.random() < 0.5), depth)
+            drafted += depth > 0
+            policy.observe(depth, kept, 1.875 / gain if depth else 1.0)
+    assert least < drafted / (20 * rounds) < most
+
+
+def test_only_a_clear_loss_of_others_ends_drafting() -> None:
+    """The next text may be easier; it decides by its own rounds."""
+    assert AutoSize().next(lambda: replace(costs(), rate=CLEAR + 0.02)).depth > 0
+    assert AutoSize().next(lambda: replace(costs(), rate=CLEAR - 0.02)).depth == 0
 
 
 @pytest.mark.parametrize("trees", [False, True])

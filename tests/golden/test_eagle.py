@@ -344,3 +344,17 @@ def test_weights_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:
 def test_no_damage_passes(tmp_path: Path) -> None:
     folder = speculators_folder(tmp_path, head("plain"))
     assert refusals([folder / "model.safetensors"], DAMAGES, lambda: read_eagle(folder, 8)) == DAMAGES
+
+
+@pytest.mark.skipif(native() is None, reason="the kernels are not available")
+def test_a_head_beside_a_rounded_target_has_4_bits() -> None:
+    """Whatever it guesses, the text is the target's."""
+    greedy = params(max_new_tokens=24)
+    for quantize, bits in ((None, None), ("int8", "int4")):
+        plain, llm = (LLM("tales", draft, quantize=quantize, strict=True) for draft in ("none", "eagle:tales-eagle"))
+        assert isinstance(llm.draft, EagleDrafter)
+        found = llm.draft.model.weights.quantization
+        assert (None if found is None else found.kind) == bits
+        done = llm.generate("Once upon a time", greedy)
+        assert done.token_ids == plain.generate("Once upon a time", greedy).token_ids
+        assert done.stats.accepted > 4

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,16 @@ def test_pauses_are_charged_one_minute_at_most(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
     summary = train_target(target_config(tmp_path, tokens=0, minutes=3.0))
     assert summary["steps"] == 3
+    monkeypatch.setattr(loop.time, "monotonic", time.monotonic)
+
+
+def test_measuring_takes_a_twentieth_of_the_time_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step and a measurement take as long here; without a limit there would be one after each step."""
+    monkeypatch.setattr(loop.time, "monotonic", partial(next, itertools.count()))
+    config = target_config(tmp_path, tokens=60 * 128, eval_minutes=0.0)
+    assert train_target(config)["steps"] == 60
+    progress = load_checkpoint(Path(config.loop.out, "checkpoints"))["progress"]
+    assert 2 < len(progress["held_out"]) <= 2 + progress["seconds"] * loop.MEASURING
     monkeypatch.setattr(loop.time, "monotonic", time.monotonic)
 
 
