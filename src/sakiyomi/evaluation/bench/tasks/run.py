@@ -142,7 +142,9 @@ class _Asked:
         self._questions = _questions(config, kind, seconds)
         chat = kind == "chat" and getattr(llm.tokenizer, "chat_template", None)
         parts = [part for one in self._questions for part in one.prompts]
-        self._prompts = [prompt_ids(llm.tokenizer, question(part)) if chat else part for part in parts]
+        self._prompts = [
+            prompt_ids(llm.tokenizer, question(part)) if chat and isinstance(part, str) else part for part in parts
+        ]
 
     def contenders(self, heat: float) -> list[Contender]:
         """The contenders at a temperature: transformers, then ours. Greedy answers are compared."""
