@@ -133,6 +133,16 @@ def test_a_kill_while_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert training.State.read(folder / "state.json").answered > 0
 
 
+@pytest.mark.parametrize(("seconds", "batch"), [(0.001, 192), (0.5, 32), (60.0, 32)])
+def test_as_many_answers_are_asked_for_as_take_some_seconds(
+    seconds: float, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a minute of one batch would be charged as a minute, and more would be lost when it is stopped."""
+    monkeypatch.undo()
+    llm: Any = SimpleNamespace(max_context=2048, target=SimpleNamespace(pass_seconds=lambda rows: seconds))
+    assert training._batch(llm) == batch
+
+
 def test_the_state_of_an_older_version(tmp_path: Path) -> None:
     """It had the row's tokens, which are ignored and not written again."""
     path = tmp_path / "state.json"

@@ -41,8 +41,11 @@ from sakiyomi.train.samples import Plan, by
 OWN = "instructions"
 ANSWERING = 0.25
 """Share of the minutes in which the target answers; the training has the others."""
-NEW_TOKENS, BATCH, MOST = 256, 192, 16384
-"""New tokens of an answer, answers that are asked for at a time, most answers."""
+NEW_TOKENS, MOST = 256, 16384
+"""New tokens of an answer, most answers."""
+LEAST, BATCH, AT_A_TIME = 32, 192, 20.0
+"""Fewest and most answers that are asked for at a time, and about how many seconds they should take: a stopped run
+loses those of one time, and a time is charged as no more than ``LONGEST_STEP_SECONDS``."""
 SLOTS = 64
 """Answers that are written beside each other: with fewer, a pass writes fewer tokens a second."""
 ROW, STEP, UNROLL = 512, 1024, 4
@@ -168,6 +171,12 @@ def _new_tokens(llm: LLM) -> int:
     return min(NEW_TOKENS, llm.max_context // 2)
 
 
+def _batch(llm: LLM) -> int:
+    """Answers to ask for at a time, by what a pass costs here."""
+    answer = _new_tokens(llm) * llm.target.pass_seconds(SLOTS) / SLOTS
+    return min(BATCH, max(LEAST, int(AT_A_TIME / answer) // LEAST * LEAST))
+
+
 def _folder(config: PairConfig, own: dict[str, str]) -> Path:
     """Of a target, with these prompts and this temperature; dtypes share it, since a head is trained in bfloat16."""
     prompts = config.train_prompts or config.prompts or OWN
@@ -200,8 +209,9 @@ def _answer(
         if config.train_prompts in (None, OWN) and config.prompts is None
         else Path(config.train_prompts or config.prompts or OWN)
     )
-    temperatures = (config.temperature,)
-    plan = Plan(path, MOST, left / 60, _new_tokens(llm), BATCH, temperatures, 1)
+    record = path.with_suffix(".json")  # a run that goes on asks for as many at a time as its first part
+    batch = int(read_json(record)["sample_batch"]) if record.is_file() else _batch(llm)
+    plan = Plan(path, MOST, left / 60, _new_tokens(llm), batch, (config.temperature,), 1)
     answers = Answers(plan, name, llm, given, origin)
     if left > 0 or not answers.count:
         note("the target answers")
