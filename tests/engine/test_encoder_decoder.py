@@ -21,6 +21,7 @@ from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.encoder_decoder.decoder import Encoder
 from sakiyomi.model_executor.widened import PRODUCTS
 from seq2seq_toys import ALL, FOUR, NEW, TOKENIZER, VOCAB, build, model_of, reference, sources
 
@@ -220,9 +221,10 @@ class Noting(TorchFunctionMode):
 def test_sources_are_read_in_float32_where_the_processor_multiplies_no_16_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The encoder's weights stay in bfloat16, as do its results, torch's own but for the order of sums; drafted text is
-    the plain text of the same precision.
+    """An encoder that the kernels do not have: its weights stay in bfloat16, as do its results, torch's own but for the
+    order of sums; drafted text is the plain text of the same precision.
     """
+    monkeypatch.setattr(Encoder, "pack", lambda *_, **__: None)
     model = copy.deepcopy(model_of(name)).bfloat16()
     llm = LLM((model, TOKENIZER), drafter(name, "other"), compile=False)
     encoder = llm.target.weights.encoder

@@ -434,6 +434,32 @@ def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
 
 
 @native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "of", "rows", "length", "key_dim", "value_dim"),
+    [
+        (1, 1, 1, 1, 8, 8),
+        (4, 4, 33, 33, 16, 16),
+        (6, 2, 700, 700, 24, 40),
+        (2, 2, 5, 600, 64, 64),
+        (2, 1, 515, 70, 10, 6),
+    ],
+)
+def test_all_rows_of_a_source_see_all_of_it(
+    heads: int, of: int, rows: int, length: int, key_dim: int, value_dim: int, dtype: torch.dtype
+) -> None:
+    """Against torch's attention in float64; the rows are those of a transposed view, as a projection gives them."""
+    q = random(1, rows, heads, key_dim, dtype=dtype).transpose(1, 2)
+    k = random(1, length, of, key_dim, dtype=dtype, seed=1).transpose(1, 2)
+    v = random(1, length, of, value_dim, dtype=dtype, seed=2).transpose(1, 2)
+    found = torch.ops.sakiyomi_cpu.attend_source(q, k, v, 0.3)
+    wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=0.3, enable_gqa=True)
+    assert (found.shape, found.dtype) == ((1, rows, heads, value_dim), dtype)
+    allowed = 2e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), wanted.transpose(1, 2), atol=allowed, rtol=allowed)
+
+
+@native_only
 def test_attention_survives_extreme_scores() -> None:
     """Scores far apart underflow to exact zeros, equal ones share; never a NaN."""
     case = Case(LayerShape(1, 4, 4), 1, (SequenceRows(0, 40, [0, 0]),), 1.0, 0.0, 0, 0)

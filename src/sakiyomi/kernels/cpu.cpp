@@ -3,6 +3,7 @@
 //   sakiyomi_cpu::linear  rows x prepacked weight, for the few rows of a decoding pass
 //   sakiyomi_cpu::attend  cache write and tree attention of all requests of a pass
 //   sakiyomi_cpu::cross   attention over what is kept of each request's source (encoder-decoder models)
+//   sakiyomi_cpu::attend_source   attention of every row of a source over all of it (encoders)
 //   sakiyomi_cpu::recur   states that go on from row to row: convolutions, linear attention, state-space models
 //   sakiyomi_cpu::experts rows x the weight of the expert that each of them has chosen
 //   sakiyomi_cpu::look_up rows of a weight in a block format, by their numbers
@@ -357,6 +358,34 @@ Tensor cross(const Tensor& query, int64_t index, double scaling) {
   return out;
 }
 
+// Every row of a source over all of it, as encoders attend. Queries, keys and values: (1, heads, rows, dim).
+Tensor attend_source(const Tensor& query, const Tensor& key, const Tensor& value, double scaling) {
+  const int64_t heads = query.size(1), rows = query.size(2), length = key.size(2), of = key.size(1);
+  check(query.size(0) == 1 && of > 0 && heads % of == 0 && value.size(1) == of && value.size(2) == length && query.size(3) == key.size(3),
+        "sakiyomi_cpu::attend_source: shapes differ");
+  check(query.dtype() == key.dtype() && key.dtype() == value.dtype(), "sakiyomi_cpu::attend_source: dtypes differ");
+  const Tensor k = key.contiguous_copy(), v = value.contiguous_copy();
+  Tensor copy;
+  const View q = view_of(dense(query, copy));
+  Layer layer{(char*)k.data(), (char*)v.data(), {}, of, key.size(3), value.size(3), query.dtype() == dtype_of(true)};
+  check(layer.half || query.dtype() == dtype_of(false), "sakiyomi_cpu::attend_source: wrong dtype");
+  for (int64_t head = 0; head <= of; ++head) layer.starts.push_back(head * length);
+  const Segment all{0, 0, int32_t(rows), int32_t(length), 1, 0};
+  Tensor out = Tensor::empty({1, rows, heads, layer.value_dim}, query.dtype());
+  const int64_t group = heads / of, parts = (rows * group + prompt_rows - 1) / prompt_rows, most = (rows + parts - 1) / parts;
+  auto run = [&]<typename T>(T* to) {
+    parallel_for(0, of * parts, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        const int64_t first = t % parts * most;
+        if (first < rows) attend_prompt<T, true>(layer, all, t / parts, group, first, std::min(most, rows - first), q, to, heads, scaling, 0, 0);
+      }
+    });
+  };
+  if (layer.half) run((bf16*)out.data());
+  else run((float*)out.data());
+  return out;
+}
+
 // ---------------------------------------------------------------- recurrence
 
 // As float32, one number behind the other: the tensor itself where it is that already.
@@ -500,6 +529,11 @@ void call_attend(Value* stack, uint64_t, uint64_t) {
 
 void call_cross(Value* stack, uint64_t, uint64_t) { stack[0] = cross(Tensor(stack[0]), stack[1], number_of(stack[2])).release(); }
 
+void call_attend_source(Value* stack, uint64_t, uint64_t) {
+  const Tensor q(stack[0]), k(stack[1]), v(stack[2]);
+  stack[0] = attend_source(q, k, v, number_of(stack[3])).release();
+}
+
 void call_recur(Value* stack, uint64_t, uint64_t) {
   const std::vector<Tensor> rows = tensors_of(stack[0]), fixed = tensors_of(stack[1]);
   stack[0] = recur(rows, fixed, stack[2]).release();
@@ -545,6 +579,7 @@ const char* sk_bind(void* library) try {
   add("linear", "linear(Tensor x, int index, int out) -> Tensor", &call_linear);
   add("attend", "attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor", &call_attend);
   add("cross", "cross(Tensor q, int layer, float scaling) -> Tensor", &call_cross);
+  add("attend_source", "attend_source(Tensor q, Tensor k, Tensor v, float scaling) -> Tensor", &call_attend_source);
   add("recur", "recur(Tensor[] rows, Tensor[] fixed, int number) -> Tensor", &call_recur);
   add("experts", "experts(Tensor x, Tensor chosen, int first, int count, int out) -> Tensor", &call_experts);
   add("look_up", "look_up(Tensor numbers, int index, int width) -> Tensor", &call_look_up);

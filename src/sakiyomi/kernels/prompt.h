@@ -83,8 +83,8 @@ inline void multiply_rows(int64_t some, const X* x, int64_t stride, const X* w, 
   }
 }
 
-// Rows [first, first + count) of a segment, all query heads of one key head.
-template <typename T, typename X>
+// Rows [first, first + count) of a segment, all query heads of one key head. A `source` has no order: all rows see all of its pairs.
+template <typename T, typename X, bool source = false>
 void attend_chunk(const Layer& layer, const Segment& seg, int64_t head, int64_t group, int64_t first, int64_t count, View q, T* out,
                   int64_t heads, float scaling, float softcap, int64_t window) {
   constexpr int64_t pair = sizeof(X) == 2 ? 2 : 1;
@@ -94,7 +94,8 @@ void attend_chunk(const Layer& layer, const Segment& seg, int64_t head, int64_t 
   const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = count * group;
   const int64_t inner = (kd + pair - 1) / pair * pair, lanes = inner / pair, blocks = (vd + block_width - 1) / block_width;
   const int64_t packed = layer.before(seg.slot, head);  // the first of them
-  const int64_t length = seg.length + packed - layer.gone(seg.slot, head) + first, all = length + count;  // columns before these rows
+  // Columns before these rows, and with them.
+  const int64_t length = source ? seg.length : seg.length + packed - layer.gone(seg.slot, head) + first, all = source ? length : length + count;
   const T* keys = (const T*)layer.keys + (layer.first_row(seg.slot, head) - packed) * kd;
   const T* values = (const T*)layer.values + (layer.first_row(seg.slot, head) - packed) * vd;
   std::optional<Tiles> tiles;
@@ -134,7 +135,7 @@ void attend_chunk(const Layer& layer, const Segment& seg, int64_t head, int64_t 
   auto add = [&](auto most, int64_t r, int64_t some, int64_t j, int64_t columns) {
     Scores<most()> scores;
     alignas(64) X weights[most() * prompt_columns];
-    auto line = [&](int64_t i) { return length + (r + i) / group + 1; };  // columns up to the row itself
+    auto line = [&](int64_t i) { return source ? all : length + (r + i) / group + 1; };  // columns up to the row itself
     auto begin_of = [&](int64_t i) { return window > 0 ? std::max<int64_t>(0, line(i) - window) : 0; };
     const int64_t seen = std::min(columns, line(some - 1) - j), padded = (seen + 31) / 32 * 32;
     if (seen <= 0 || j + seen <= begin_of(0)) return;
@@ -199,11 +200,11 @@ void attend_chunk(const Layer& layer, const Segment& seg, int64_t head, int64_t 
 }
 
 // The same with the fastest products that this processor has.
-template <typename T>
+template <typename T, bool source = false>
 void attend_prompt(const Layer& layer, const Segment& seg, int64_t head, int64_t group, int64_t first, int64_t count, View q, T* out,
                    int64_t heads, float scaling, float softcap, int64_t window) {
   auto attend = [&](auto kind) {
-    attend_chunk<T, decltype(kind)>(layer, seg, head, group, first, count, q, out, heads, scaling, softcap, window);
+    attend_chunk<T, decltype(kind), source>(layer, seg, head, group, first, count, q, out, heads, scaling, softcap, window);
   };
   if constexpr (std::is_same_v<T, bf16>)
     if (!by_tiles<bf16> || tiles_fit(layer.key_dim)) return attend(bf16());

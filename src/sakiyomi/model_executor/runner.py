@@ -57,9 +57,8 @@ class ModelRunner(Session):
         with torch.no_grad(), self.lock:
             began = time.perf_counter()
             self.sources.reserve(slot, source.length)
-            hidden = encoder.read(source)
-            self.begin(BatchPlan([]), hidden.shape[1])
-            self.sources.fill(slot, source, encoder.pairs(hidden))
+            self.begin(BatchPlan([]), 0)
+            self.sources.fill(slot, source, encoder.pairs(encoder.read(source)))
             self.forward_seconds += time.perf_counter() - began
 
     @property

@@ -372,6 +372,8 @@ class ModelWeights:
         with table.packing_into(self.stream.memory if isinstance(self.stream, PackedStream) else None):
             pack_linears(self.module, table, probed.siblings, read=probed.read, free=given.owned, bits=bits)
             table.experts = pack_experts(self.module, table, free=given.owned, bits=bits)
+            if self.encoder is not None and self.stream is None:
+                self.encoder.pack(table, bits, free=given.owned)
         _stream_layers(self)
         return table
 

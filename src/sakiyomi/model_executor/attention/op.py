@@ -207,6 +207,33 @@ def _no_mask(*_: Any, config: Any = None, **__: Any) -> Tensor | None:
     return torch.zeros(1) if getattr(config, "_any_mask", False) else None
 
 
+SOURCE = "sakiyomi_source"
+"""The attention of encoders in the CPU kernels."""
+
+
+def _attend_source(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one source, whose places all see each other."""
+    found: Tensor = torch.ops.sakiyomi_cpu.attend_source(query, key, value, _scaling(query, scaling))
+    return found, None
+
+
+@functools.cache
+def register_source() -> None:
+    """Make ``SOURCE`` known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(SOURCE, _attend_source)
+    AttentionMaskInterface.register(SOURCE, _no_mask)
+
+
 @functools.cache
 def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""

@@ -7,6 +7,8 @@ self-attention of families that derive a bias from columns (ours has a table of 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,12 +16,12 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.cache.layout import LayerShape
-from sakiyomi.kernels.pack import present
-from sakiyomi.model_executor.attention.op import CROSS
+from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.kernels.pack import pack_linears, present
+from sakiyomi.model_executor.attention.op import CROSS, SOURCE, register_source
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.encoder_decoder.judged import Judged
 from sakiyomi.model_executor.recorded_model import PlainConfig
-from sakiyomi.model_executor.structural_copy import structural_copy
 from sakiyomi.model_executor.widened import widened
 
 
@@ -155,13 +157,14 @@ class Encoder:
     """Reads a source before the first token is written: makes keys and values for every cross-attention.
 
     Args:
-        module: the user's own encoder, as it is.
+        module: the encoder of a structural copy of the user's model; `pack` changes it.
         crosses: the decoder's cross-attentions.
+        family: of the model.
         limit: most places of a source; None: no limit.
         device: the device that computes.
 
     Attributes:
-        module: as given.
+        module, limit: as given.
         shapes: shapes of the keys and values that cross-attention reads, by layer.
         judged: measurements of the whole model, if it is to be quantized; None: there are none.
     """
@@ -169,9 +172,9 @@ class Encoder:
     judged: Judged | None = None
 
     def __init__(
-        self, module: nn.Module, crosses: list[_CrossAttention], limit: int | None, device: torch.device
+        self, module: Any, crosses: list[_CrossAttention], family: Family, limit: int | None, device: torch.device
     ) -> None:
-        self.module, self._crosses, self.limit = module, crosses, limit
+        self.module, self._crosses, self._family, self.limit = module, crosses, family, limit
         self.dtype, self.device = next(module.parameters()).dtype, device
         self.shapes = [
             LayerShape(c.heads, c.k.out_features // c.heads, c.v.out_features // c.heads, device) for c in crosses
@@ -182,8 +185,19 @@ class Encoder:
         """The projections of a source to keys and values, packed or not."""
         return [module for cross in self._crosses for module in (cross.k, cross.v)]
 
+    def pack(self, table: PackedWeights, bits: Mapping[int, int] | None, *, free: bool) -> None:
+        """Have the kernels compute its linear layers and, without a bias of its own, its attention.
+
+        Args:
+            table, bits, free: see ``pack_linears``.
+        """
+        pack_linears(self.module, table, free=free, bits=bits)
+        if self._family.own is None:
+            register_source()
+            self.module.set_attn_implementation(SOURCE)
+
     def read(self, source: Source) -> Tensor:
-        """The encoder's last layer, (1, places, width)."""
+        """The encoder's last layer, (1, places, width). Packed layers need a pass that was begun without rows."""
         inputs = {name: given.to(self.device) for name, given in source.inputs.items()}
         inputs = {name: given.to(self.dtype) if given.is_floating_point() else given for name, given in inputs.items()}
         with widened(self.device):
@@ -219,10 +233,13 @@ def split(model: Any, device: torch.device) -> tuple[Decoder, Encoder]:
     encoder = model.get_encoder()
     name = next(name for name, module in model.named_modules() if module is encoder)
     model.set_submodule(name, nn.Identity())
-    encoder = structural_copy(encoder)  # its configuration was also the decoder's, whose attention is switched
+    own = copy.copy(config)  # the attention of the decoder is switched by its configuration
+    for module in encoder.modules():
+        if getattr(module, "config", None) is config:
+            module.config = own
     decoder = Decoder(model, family, device).eval()
     crosses = [module for module in decoder.modules() if isinstance(module, _CrossAttention)]
-    return decoder, Encoder(encoder, crosses, family.source_positions(config), device)
+    return decoder, Encoder(encoder, crosses, family, family.source_positions(config), device)
 
 
 def _replace(layers: Any, path: str, kind: type[_Attention], family: Family) -> None:
