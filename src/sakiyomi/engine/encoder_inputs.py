@@ -18,6 +18,7 @@ from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens, with_ids
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.loading import Loaded
 from sakiyomi.model_executor.runner import ModelRunner, first_logits
+from sakiyomi.sampling.suppressed import lighter
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -122,7 +123,7 @@ class SourceInputProcessor:
             end = torch.tensor(end if isinstance(end, list) else [end])
         # Not by `update`, which would warn of settings that go together in sampling or beam search only.
         vars(settings).update(dict.fromkeys(left_out), do_sample=False, max_length=last, _eos_token_tensor=end)
-        return [*self._model._get_logits_processor(settings, begin, source)]
+        return [lighter(each) for each in self._model._get_logits_processor(settings, begin, source)]
 
     # ------------------------------------------------------------ sources
 

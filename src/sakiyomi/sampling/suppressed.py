@@ -1,0 +1,43 @@
+"""Tokens that a model's generation settings forbid, everywhere or as its first ones.
+
+transformers' processors compare the whole vocabulary with the list in every call: 0.7 ms for 51,865 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
+
+
+class SuppressedTokens:
+    """A logits processor that forbids tokens.
+
+    Args:
+        tokens: (n,) their ids.
+        begin: number of tokens before the only one that is concerned; None: all are.
+    """
+
+    def __init__(self, tokens: Tensor, begin: int | None = None) -> None:
+        self.tokens, self.begin = tokens.to(torch.int64), begin
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (1, V), changed in place, of the token behind `input_ids` (1, length)."""
+        if self.begin in (None, input_ids.shape[-1]):
+            scores[:, self.tokens] = -torch.inf
+        return scores
+
+
+def lighter(processor: LogitsProcessor) -> Any:
+    """The same for two of transformers' processors; any other one is given back."""
+    from transformers import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
+
+    if type(processor) is SuppressTokensLogitsProcessor:
+        return SuppressedTokens(processor.suppress_tokens)
+    if type(processor) is SuppressTokensAtBeginLogitsProcessor:
+        return SuppressedTokens(processor.begin_suppress_tokens, processor.begin_index)
+    return processor
