@@ -18,7 +18,7 @@ def test_the_lighter_processors_give_the_same(length: int) -> None:
     """Everywhere, and at the beginning alone."""
     ids = torch.arange(length)[None]
     scores = torch.randn(1, 50, generator=torch.Generator().manual_seed(length))
-    for theirs in (SuppressTokensLogitsProcessor([3, 7, 49]), SuppressTokensAtBeginLogitsProcessor([0, 7], 3)):
+    for theirs in (SuppressTokensLogitsProcessor([3, 7, 49, 50, 220]), SuppressTokensAtBeginLogitsProcessor([0, 7], 3)):
         ours = lighter(theirs)
         assert type(ours) is not type(theirs)
         assert torch.equal(ours(ids, scores.clone()), theirs(ids, scores.clone()))

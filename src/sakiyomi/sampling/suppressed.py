@@ -18,7 +18,7 @@ class SuppressedTokens:
     """A logits processor that forbids tokens.
 
     Args:
-        tokens: (n,) their ids.
+        tokens: (n,) their ids; those beyond the vocabulary are ignored.
         begin: number of tokens before the only one that is concerned; None: all are.
     """
 
@@ -28,7 +28,7 @@ class SuppressedTokens:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (1, V), changed in place, of the token behind `input_ids` (1, length)."""
         if self.begin in (None, input_ids.shape[-1]):
-            scores[:, self.tokens] = -torch.inf
+            scores[:, self.tokens[self.tokens < scores.shape[-1]]] = -torch.inf
         return scores
 
 
