@@ -24,6 +24,10 @@ CHAT = (
 """A template, with CALL for how it writes one of the calls."""
 EACH = "{% for k, v in f.arguments.items() %}PAIR{% endfor %}"
 SAID = "{{ v if v is string else v | tojson }}"
+KIND = (
+    "{{ 'boolean' if v is boolean else 'null' if v is none else 'number' if v is number else 'string' if v is string "
+    "else 'object' if v is mapping else 'array' }}"
+)
 NAME, ARGUMENTS, COMMA = "{{ f.name }}", "{{ f.arguments | tojson }}", "{{ ', ' if not loop.last }}"
 NAMED = f'{{"name": "{NAME}", "arguments": {ARGUMENTS}}}'
 
@@ -48,6 +52,10 @@ MODELS = {
         f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>{{{{ f.arguments }}}}<｜tool▁call▁end｜>"),
     "Kimi K2": inside(*_SECTION, f"<|tool_call_begin|>functions.{NAME}:{{{{ loop.index0 }}}}"
         f"<|tool_call_argument_begin|>{ARGUMENTS}<|tool_call_end|>"),
+    "Kimi K3": inside("<|open|>tools<|sep|>", "<|close|>tools<|sep|>",
+        f'<|open|>call tool="{NAME}" index="{{{{ loop.index }}}}"<|sep|>'
+        + EACH.replace("PAIR", f'<|open|>argument key="{{{{ k }}}}" type="{KIND}"<|sep|>{SAID}<|close|>argument<|sep|>')
+        + "<|close|>call<|sep|>"),
     "Qwen3-Coder": f"<tool_call>\n<function={NAME}>\n"
     + EACH.replace("PAIR", f"<parameter={{{{ k }}}}>\n{SAID}\n</parameter>\n")
     + "</function>\n</tool_call>",
@@ -64,6 +72,8 @@ FUNCTIONARY = (
 {{ '<|assistant|>>>>' if add_generation_prompt }}"""
 ).replace("}}\\n{{", "}}\n{{")
 """A template of replies whose parts say to whom they go."""
+MARKS = tuple(dict.fromkeys(mark for form in FORMATS if form.channels for mark in form.channels.marks))
+"""Of messages in channels."""
 _TOKENIZER = marked_tokenizer([])
 
 

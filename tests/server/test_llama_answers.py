@@ -20,8 +20,8 @@ from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
 from sakiyomi.server.replies import Piece, Sample
 from sakiyomi.server.schema import ChatRequest
-from sakiyomi.server.tools import MARKS
 from server_toys import marked_tokenizer
+from tool_templates import MARKS
 from toys import tiny_llama
 
 SIZES = (100_000, 1, 3, 7)
@@ -166,11 +166,7 @@ EXPLAINED: Mapping[str, Sequence[str]] = {
         *named("Qwen3-Coder", 3, 4, 5), *named("Kimi-K2-Thinking", 12, 13),
     ],
     "a text and an object are both allowed; what is written like an object is one": named("MiniMax-M3", 18),
-    "the format is not learnt: every part of a reply has a head": [
-        *named("Kimi-K3", 5, 6, 7, 8, 9), *named("muse-glimmer", 1, 2, 3, 4, 5, 6, 7),
-    ],
     "reasoning_format none gives thoughts in channels without their marks": named("openai-gpt-oss-120b", 4),
-    "what is said to a tool that was not offered is text": named("openai-gpt-oss-120b", 13, 14),
 }  # fmt: skip
 """What is read otherwise, and why."""
 

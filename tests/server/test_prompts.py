@@ -17,8 +17,8 @@ from sakiyomi.server.chat_form import ChatForm
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.schema import ChatRequest
-from sakiyomi.server.tools import MARKS
 from server_toys import marked_tokenizer, toy_llm
+from tool_templates import MARKS
 
 GO = {"to": "the sea & <b>", "steps": 12}
 TOOLS = [
@@ -93,11 +93,9 @@ TOGETHER = "the template makes JSON of a generator, which transformers refuses"
 NEEDED = "the template needs a value that transformers does not have"
 DIFFERENT: dict[str, tuple[frozenset[str], str]] = {
     "HuggingFaceTB-SmolLM3-3B": (WITH_TOOLS, WORDS),
-    "Kimi-K3": (WITH_TOOLS, WORDS),
     "google-gemma-2-2b-it": (CALLS, WORDS),  # which takes no system message: the turns with one are refused
     "llama-cpp-rwkv-world": (WITH_TOOLS, WORDS),
     "microsoft-Phi-3.5-mini-instruct": (WITH_TOOLS, WORDS),
-    "muse-glimmer": (WITH_TOOLS, WORDS),
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": (WITH_TOOLS, WORDS),
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": (WITH_TOOLS, WORDS),
     "deepseek-ai-DeepSeek-V3.1": (WITH_TOOLS, WORDS),
@@ -160,4 +158,4 @@ def test_prompts_are_those_of_transformers() -> None:
                 assert why and why in str(error), (path.stem, shape, error)
                 counts["refused"] += 1
         assert found == DIFFERENT.get(path.stem, (set(),))[0], path.stem
-    assert counts == {"equal": 481, "refused": 3}
+    assert counts == {"equal": 489, "refused": 3}

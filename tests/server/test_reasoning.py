@@ -15,6 +15,7 @@ from sakiyomi.server.errors import ApiError
 from sakiyomi.server.schema import ChatRequest, TokenizeRequest
 from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
 from server_toys import running, toy_llm, web
+from tool_templates import form_of
 
 TEXTS = {
     "<think>\nHm, </thin king.\n</think>\n\nFour.": (False, "Hm, </thin king.", "Four."),
@@ -149,7 +150,7 @@ def test_thoughts_are_not_continued_where_there_are_none() -> None:
 
 
 def test_thoughts_are_continued_in_their_channel() -> None:
-    reader = ChannelReader(thinking=True)
+    reader = ChannelReader(form_of("gpt-oss"), thinking=True)
     assert reader.push(" look.<|end|><|start|>assistant<|channel|>final<|message|>Four.", True)[:2] == (
         " look.",
         "Four.",

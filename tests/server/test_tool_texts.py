@@ -12,9 +12,9 @@ from sakiyomi.server.fields import value_of
 from sakiyomi.server.grammar import Grammars
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.thoughts import ChannelReader
-from sakiyomi.server.tools import MARKS, ToolReader
+from sakiyomi.server.tools import ToolReader
 from server_toys import client, marked_tokenizer, running, toy_llm
-from tool_templates import MODELS, form_of
+from tool_templates import MARKS, MODELS, form_of
 from toys import tiny_tokenizer
 
 SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
@@ -138,12 +138,18 @@ REPLIES = [  # written, thoughts, reply, calls
     ("<|channel|>final<|message|>Go.<|return|>", "", "Go.", 0),
     (f"{THOUGHT}{CALL}<|call|>", "It is wide.", "", 1),
     (' to=functions.go<|channel|>commentary json<|message|>{"to": "sea"}', "", "", 1),
-    (f"<|channel|>commentary<|message|>I go.<|end|><|start|>assistant{CALL}", "", "I go.\n\n", 1),
+    (f"<|channel|>commentary<|message|>I go.<|end|><|start|>assistant{CALL}", "", "I go.", 1),
+    (
+        "<|channel|>commentary<|message|>I go.<|end|><|start|>assistant<|channel|>final<|message|>Gone.",
+        "",
+        "I go.\n\nGone.",
+        0,
+    ),
 ]
 OTHERS = [
     ("So it goes.", "", "So it goes.", 0),  # of a model that has no channels
     (CALL[:-3], "", '{"to": "se', 0),  # cut off by its length: text
-    (CALL.replace(".go", ".fly"), "", '{"to": "sea"}', 0),  # was not offered
+    (CALL.replace(".go", ".fly"), "", "", 0),  # was not offered
     ("<|channel|>analysis<|message|>It is", "It is", "", 0),
     ("", "", "", 0),
 ]
@@ -152,7 +158,7 @@ OTHERS = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_messages_in_channels_are_told_apart(size: int) -> None:
     for text, thoughts, reply, count in [*REPLIES, *OTHERS]:
-        reader = ChannelReader(schemas=SCHEMAS)
+        reader = ChannelReader(form_of("gpt-oss"), schemas=SCHEMAS)
         parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)] + [reader.push("", True)]
         assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (thoughts, reply)
         calls = [call for part in parts for call in part[2]]
@@ -163,7 +169,7 @@ def test_messages_in_channels_are_told_apart(size: int) -> None:
 def test_what_follows_a_reply_that_has_begun_is_text(size: int) -> None:
     """The head of its message is in the prompt; and an object is a call only where a reply begins with it."""
     text = 'to= assistant {"name": "go"}<|return|>'
-    reader = ChannelReader(schemas=SCHEMAS, begun=True)
+    reader = ChannelReader(form_of("gpt-oss"), schemas=SCHEMAS, begun=True)
     parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)] + [reader.push("", True)]
     assert "".join(part[1] for part in parts) == text.removesuffix("<|return|>")
     call = '{"name": "go", "parameters": {"to": "sea"}}'
@@ -187,7 +193,7 @@ def test_arguments_may_have_the_text_of_a_mark(size: int) -> None:
     said = "<|end|> and <|start|>"
     text = CALL.replace("sea", said)
     for behind in ("", "<|call|>", "<|end|><|start|>assistant<|channel|>final<|message|>Done."):
-        reader, written = ChannelReader(schemas=SCHEMAS), text + behind
+        reader, written = ChannelReader(form_of("gpt-oss"), schemas=SCHEMAS), text + behind
         parts = [reader.push(written[i : i + size], False) for i in range(0, len(written), size)]
         parts.append(reader.push("", True))
         assert [json.loads(call["function"]["arguments"]) for part in parts for call in part[2]] == [{"to": said}]
@@ -198,7 +204,7 @@ def test_arguments_may_have_the_text_of_a_mark(size: int) -> None:
 def test_arguments_that_are_nested_too_deeply_are_text(models: str) -> None:
     form, deep = form_of(models), '{"to": ' + "[" * 20000
     before = CALL[: CALL.index("{")] if form.channels else form.opening + form.around("go")[0]
-    reader = ChannelReader(schemas=SCHEMAS) if form.channels else ToolReader(form, schemas=SCHEMAS)
+    reader = ChannelReader(form_of("gpt-oss"), schemas=SCHEMAS) if form.channels else ToolReader(form, schemas=SCHEMAS)
     (*_, said, _), (*_, rest, calls) = reader.push(before + deep, False), reader.push("", True)
     assert (said + rest).endswith(deep) and not calls
 

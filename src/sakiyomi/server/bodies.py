@@ -38,7 +38,7 @@ from sakiyomi.server.schema import (
     Speculation,
     TokenizeRequest,
 )
-from sakiyomi.server.thoughts import ENDS, THINK, ends_inside
+from sakiyomi.server.thoughts import THINK, ends_inside
 from sakiyomi.server.tools import USUAL, ToolFormat, shown
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ class BodyReader:
         self.parts = () if llm.draft is None else llm.draft.parts  # of which a request may choose one
         self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template), processor=llm.processor)
         self.form = ChatForm(self._dialogue)
-        self._ends = [] if self.form.channels is None else [*shown(ENDS, llm.tokenizer)]
+        channels = None if self.form.channels is None else self.form.channels.channels
+        self._ends = [] if channels is None else [*shown(channels.ends, llm.tokenizer)]
         self._budget = llm.recipe()["kv_budget"]
         self._room = Room(llm.max_context, max(map(len, llm.tokenizer.get_vocab()), default=1))
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))

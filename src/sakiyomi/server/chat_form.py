@@ -18,7 +18,7 @@ from sakiyomi.server.learnt_format import TOOLS, learnt, way_of_calls
 from sakiyomi.server.learnt_marks import learnt_text, learnt_thoughts
 from sakiyomi.server.notations import Pairs
 from sakiyomi.server.said import TextMarks
-from sakiyomi.server.thoughts import IN_CHANNELS, THINK, ThoughtMarks
+from sakiyomi.server.thoughts import THINK, ThoughtMarks
 from sakiyomi.server.tools import ToolFormat, in_channels, listed_format
 
 _EXAMPLE = "nothing but a call in this form: "
@@ -75,12 +75,14 @@ class ChatForm:
         """
         if not thoughts:
             return "", ""
-        if (marks := IN_CHANNELS if self.channels else self.thoughts) is None:
+        if self.channels is not None and (channels := self.channels.channels) is not None:
+            return channels.before[0] + channels.body, thoughts
+        if self.thoughts is None:
             raise unsupported(
                 "the last message has thoughts alone, and the chat template has no marks around thoughts; give it text",
                 "continue_final_message",
             )
-        return marks.opening, thoughts
+        return self.thoughts.opening, thoughts
 
     def in_words(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -14,13 +14,14 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.server.channels import Channels
 from sakiyomi.server.errors import ApiError, bad_request, unsupported
 from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
 from sakiyomi.server.inline_rules import InlineRules
 from sakiyomi.server.notations import Inline, Pairs
 from sakiyomi.server.pair_rules import GAP, PairRules
 from sakiyomi.server.schema import FunctionTool
-from sakiyomi.server.tools import MARKS, ToolFormat
+from sakiyomi.server.tools import ToolFormat
 
 # Without a limit an unsure model may write white space for ever, which no rule forbids.
 LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
@@ -60,13 +61,13 @@ class Constraint:
         path = history[0, self._prompt :].tolist()
         if not self._follow(path):
             return scores
-        allowed = torch.zeros(scores.shape[1], dtype=torch.bool)
-        found = torch.from_numpy(self._matcher.allowed())[: len(allowed)]
-        allowed[: len(found)] = found
+        allowed = self._matcher.allowed()[: scores.shape[1]]
         if (reason := self._matcher.error().partition("\n")[0]) or not allowed.any():
             reason = reason or "no token fits"
             raise InputError(f"the grammar cannot be followed any further ({reason}); ask for something simpler")
-        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        scores[0, len(allowed) :] = -torch.inf
+        scores[0, : len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
+        return scores
 
     def _follow(self, path: Sequence[int]) -> bool:
         """Move the matcher to the end of this path; False if the path breaks the grammar."""
@@ -135,11 +136,11 @@ class Grammars:
             ApiError: the schema cannot be enforced.
         """
         alone = self.of_schema(schema, field)
-        if form is None or not form.channels:
+        if form is None or (channels := form.channels) is None:
             return alone
         marks = self._marks(field)
         return self._matcher(
-            lambda value: _Lark(marks, form, self._stop_ids, value).channels((), forced=False, schema=schema), field
+            lambda value: _Lark(marks, form, self._stop_ids, value).channels(channels, schema=schema), field
         )
 
     def of_tools(self, tools: Sequence[FunctionTool], form: ToolFormat, *, forced: bool, several: bool) -> Matcher:
@@ -160,7 +161,7 @@ class Grammars:
         def write(value: Value) -> str:
             lark = _Lark(marks, form, self._stop_ids, value)
             if form.channels:
-                return lark.channels(tools, forced=forced)
+                return lark.channels(form.channels, tools, forced=forced, several=several)
             return lark.calls(tools, several) + lark.start(forced, several)
 
         return self._matcher(write, "tools")
@@ -232,10 +233,9 @@ class _Lark:
     """
 
     def __init__(self, marks: dict[str, int], form: ToolFormat, stop_ids: Sequence[int], value: Value) -> None:
-        self._marks, self._form, self._value = marks, form, value
-        own = [marks[mark] for mark in form.marks if mark in marks]
+        self._marks, self._form, self._stop_ids, self._value = marks, form, stop_ids, value
         # Text may have other such tokens in it, <think> for instance.
-        self._other = ",".join(str(i) for i in marks.values() if i not in own and i not in stop_ids)
+        self._other = self._tokens(mark for mark in marks if mark not in form.marks)
 
     def calls(self, tools: Sequence[FunctionTool], several: bool) -> str:
         """``body``: the text after the opening."""
@@ -249,13 +249,17 @@ class _Lark:
             call = f'"[" {gap} {call} {gap} "]"'
         pad = f"/{json.dumps(form.pad)[1:-1]}?/" if form.pad else ""
         lark = f"body: {pad} {call} {f'{pad} {self._words(form.closing)}' if form.closing else ''}\n"
-        lark += _one_of(tools)
+        return lark + _one_of("call", tools) + self._each(tools)
+
+    def _each(self, tools: Sequence[FunctionTool]) -> str:
+        """``call_0``, ``call_1``, ...: a call of each tool."""
+        form = self._form
         rules: PairRules | InlineRules | None = None
         if isinstance(form.pairs, Pairs):
             rules = PairRules(form.pairs, self._words, self._value)
         elif isinstance(form.pairs, Inline):
             rules = InlineRules(form.pairs, self._words)
-        lark += "" if rules is None else rules.shared
+        lark = "" if rules is None else rules.shared
         for i, tool in enumerate(tools):
             before, after = form.around(tool.function.name)
             if rules is None:
@@ -268,30 +272,43 @@ class _Lark:
             lark += f"call_{i}: {self._words(before)} {arguments} {self._words(after)}\n"
         return lark
 
-    def channels(self, tools: Sequence[FunctionTool], *, forced: bool, schema: dict[str, Any] | None = None) -> str:
-        """A reply in channels: thoughts, then a call or the reply, which may have a schema.
+    def channels(
+        self,
+        channels: Channels,
+        tools: Sequence[FunctionTool] = (),
+        *,
+        forced: bool = False,
+        several: bool = False,
+        schema: dict[str, Any] | None = None,
+    ) -> str:
+        """A reply in channels: thoughts, then calls or the reply, which may have a schema.
 
         Raises:
             ApiError: the tokenizer has no special tokens for the marks.
         """
-        if missing := [mark for mark in MARKS if mark not in self._marks]:
+        if missing := [mark for mark in channels.marks if mark not in self._marks]:
             raise unsupported(
                 f"the template writes replies in channels, and the tokenizer has no token {missing[0]}; leave tools "
                 "and response_format out",
                 "tools" if tools else "response_format",
             )
-        start, end, body, channel, data, call, _ = (f"<[{self._marks[mark]}]>" for mark in MARKS)
+        form, words = self._form, self._words
+        body, again = words(channels.body), words(channels.over + channels.start)
+        lark = TEXT + f"before: {self._any(channels.before)} {body} TEXT {again}\n"
         said = "TEXT" if schema is None else self._value(schema)
-        endings = [f'{channel} "final" {body} {said}'] if not forced else []
-        lark = TEXT
-        lark += f'thought: {channel} ("analysis" | "commentary") {body} TEXT {end} {start} "assistant"\n'
+        endings = [] if forced else [f"{words(channels.text)} {body} {said}"]
+        if tools:
+            more = f"({again} message){{0,{MOST_CALLS - 1}}}" if several and channels.several else ""
+            endings.append(f"message {more} {self._any(channels.ends)}?")
+            lark += _one_of("message", tools) + self._each(tools)
         for i, tool in enumerate(tools):
-            to = f"to=functions.{tool.function.name}"
-            head = f'({channel} "commentary {to}" | " {to}" {channel} "commentary")'
-            kind = f'(" "? {data} "json" | " json")?'
-            lark += f"call_{i}: {head} {kind} {body} {self._value(_object(tool))} ({call})?\n"
-            endings.append(f"call_{i}")
-        return lark + f"start: thought* ({' | '.join(endings)})\n"
+            head = self._any([each.replace("{name}", tool.function.name) for each in channels.calls])
+            call = f"{words(form.opening + form.pad)} call_{i} {words(form.pad + form.closing)}"
+            lark += f"message_{i}: {head} {body} {call}\n"
+        return lark + f"start: before* ({' | '.join(endings)})\n"
+
+    def _any(self, texts: Sequence[str]) -> str:
+        return f"({' | '.join(map(self._words, texts))})"
 
     def start(self, forced: bool, several: bool) -> str:
         """``start``: a reply that must call, or one that may."""
@@ -309,26 +326,37 @@ class _Lark:
             more = f'("\\n"? {opening} body){{0,{MOST_CALLS - 1}}}' if apart else ""
             return f"start: {opening} body {more}\n"
         free = f"\nfree: TEXT {self._behind('TEXT')}\n{TEXT}"
-        if form.opening in self._marks:
-            begun = f"free {opening}"
-        else:
+        first, *rest = self._parts(form.opening)
+        if not first.startswith("<["):
             # The mark is letters like others: as soon as they stand there, they are a mark.
             free += f"opening[lazy]: TEXT {opening}\n"
             begun = (f"(TEXT <[{self._other}]>)* " if self._other else "") + "opening"
+        else:
+            begun = f"free {opening}"
+        if first.startswith("<[") and rest:  # text has the same tokens around other words
+            others = self._tokens(mark for mark, i in self._marks.items() if f"<[{i}]>" != first)
+            free = f"\nfree: TEXT (<[{others}]> TEXT | {first} OTHER)*\nOTHER: TEXT & ~{rest[0]}\n{TEXT}"
         some = f"({begun} body)" + ("* free" if several else " | free")
         return f"start: {some}{free}" if not after else f"start: {self._words(form.recipient)} ({some}) | {after}{free}"
 
     def _behind(self, text: str) -> str:
         return f"(<[{self._other}]> {text})*" if self._other else ""
 
+    def _tokens(self, marks: Iterable[str]) -> str:
+        """Ids of marks that end no text."""
+        return ",".join(str(self._marks[mark]) for mark in marks if self._marks[mark] not in self._stop_ids)
+
     def _words(self, text: str) -> str:
+        return " ".join(self._parts(text))
+
+    def _parts(self, text: str) -> list[str]:
         symbols = {mark: f"<[{i}]>" for mark, i in self._marks.items()} | PLACES
         known = "|".join(map(re.escape, sorted(symbols, key=len, reverse=True)))
-        return " ".join(symbols.get(part) or json.dumps(part) for part in re.split(f"({known})", text) if part)
+        return [symbols.get(part) or json.dumps(part) for part in re.split(f"({known})", text) if part]
 
 
-def _one_of(tools: Sequence[FunctionTool]) -> str:
-    return f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"
+def _one_of(rule: str, tools: Sequence[FunctionTool]) -> str:
+    return f"{rule}: {' | '.join(f'{rule}_{i}' for i in range(len(tools)))}\n"
 
 
 def _object(tool: FunctionTool) -> Mapping[str, Any]:

@@ -122,6 +122,9 @@ class _Replies:
                 begin = len(self._asked) if whole is None else whole.end()
             part = found[begin:]
             part = part[: len(part) - len(_same_end(self._said[begin:], part))]
+            opening, _, closing = self._said.rpartition(SAID)
+            if opening.removeprefix(self._asked):  # the text, which is empty here, is between marks
+                part = part[len(same_begin(closing, part)) :]
             if all(name in part for name, _ in calls):
                 return part
         raise _NoCallsError
@@ -151,10 +154,15 @@ def same_begin(*texts: str) -> str:
 
 
 def _same_end(*texts: str) -> str:
-    """What texts end with, from the first mark that all of them have whole."""
+    """What texts end with, from the first mark that all of them have whole.
+
+    A mark may be a word between two others.
+    """
     same = _same(*(text[::-1] for text in texts))[::-1]
     cut = same.find(">")
-    return same[cut + 1 :] if cut >= 0 and not 0 <= same.find("<") < cut else same
+    same = same[cut + 1 :] if cut >= 0 and not 0 <= same.find("<") < cut else same
+    worded = all(re.search(r">\w+\Z", text[: len(text) - len(same)]) for text in texts)
+    return re.sub(r"\A<[^<>]*>", "", same) if worded else same
 
 
 # ---------------------------------------------------------------- what could be the format

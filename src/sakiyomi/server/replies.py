@@ -16,6 +16,7 @@ from torch import Tensor
 from sakiyomi.core.outputs import PromptToken, Stats, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tokens import TokenNames
+from sakiyomi.server.channels import single
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.jobs import Event, Job
 from sakiyomi.server.relay import Names, Relay
@@ -23,7 +24,7 @@ from sakiyomi.server.said import TextReader
 from sakiyomi.server.schema import Ask, StreamOptions
 from sakiyomi.server.stream import DONE, event
 from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
-from sakiyomi.server.tools import ToolReader, shown, single
+from sakiyomi.server.tools import ToolReader, shown
 
 NEVER = -9999.0  # OpenAI's log probability of an impossible token
 
@@ -81,7 +82,7 @@ class Sample:
         form, schemas, reasoning, begun, around, said = job.reply
         self._channels = self._tools = self._reasoning = None
         if form is not None and form.channels:
-            self._channels = ChannelReader(ids, schemas, begun=begun, thinking=bool(reasoning))
+            self._channels = ChannelReader(form, ids, schemas, begun=begun, thinking=bool(reasoning))
         elif form is not None:
             self._tools = ToolReader(form, ids, schemas, begun=begun)
         if reasoning is not None and self._channels is None:
@@ -90,8 +91,8 @@ class Sample:
         self._text = None if said is None else TextReader(said)
         self._thoughts_apart, self._called = reasoning is not None, False
         # Usual decoding drops marks that are special tokens.
-        written = [*(form.marks if form is not None else ()), *single(*(said or ()))]
-        written += single(*around) if self._reasoning is not None else []
+        written = [*(form.marks if form is not None else ()), *(said or ()), *single(*(said or ()))]
+        written += [*around, *single(*around)] if self._reasoning is not None else []
         marks = shown(written, tokenizer) if written else None
         self._marked = TextStream(tokenizer, job.params.stop, marks, job.prompt) if marks else None
 

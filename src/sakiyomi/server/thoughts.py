@@ -1,9 +1,4 @@
-"""Thoughts, told apart from a reply while it comes: in channels, as gpt-oss writes, or between two marks.
-
-A reply in channels consists of messages: thoughts, calls of tools, and what the user is told.
-A message is ``<|start|>assistant<|channel|>NAME to=RECIPIENT <|constrain|>json<|message|>TEXT<|end|>``; the first one's
-beginning is in the prompt, and the last one ends with ``<|return|>`` or ``<|call|>``.
-"""
+"""Thoughts, told apart from a reply while it comes: in channels, see ``channels.py``, or between two marks."""
 
 from __future__ import annotations
 
@@ -14,7 +9,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from sakiyomi.server.tools import MARKS, Schemas, called
+from sakiyomi.server.channels import Head, single
+from sakiyomi.server.tools import Found, Schemas, ToolFormat, called
 
 
 class ThoughtMarks(NamedTuple):
@@ -26,118 +22,108 @@ class ThoughtMarks(NamedTuple):
 
 THINK = ThoughtMarks("<think>", "</think>")
 """Those of most models."""
-IN_CHANNELS = ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>")
-"""Around thoughts that are a message in channels."""
-ENDS = ("<|call|>", "<|return|>")
-"""Tokens that end a reply."""
-_HEADS = (*MARKS, "to=", "assistant")  # what the head of a message begins with; anything else is text
-_BODY, _OVER = "<|message|>", re.compile(r"<\|(?:end|call|return|start)\|>")
-_CHANNEL, _RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
 
 
 class ChannelReader:
     """Splits a reply in channels into thoughts, text and calls while it is written.
 
+    Texts of several messages have a blank line between them. What is said to a tool that is not offered is dropped.
+
     Args:
+        form: with the channels, and how calls are written in them.
         names: makes ids of calls.
-        schemas: of the offered tools; calls of others are text.
+        schemas: of the offered tools.
         begun: the reply begins inside a message, whose head is in the prompt.
         thinking: inside thoughts.
     """
 
     def __init__(
         self,
+        form: ToolFormat,
         names: Callable[[int], str] = secrets.token_hex,
         schemas: Schemas | None = None,
         *,
         begun: bool = False,
         thinking: bool = False,
     ) -> None:
-        self._names, self._schemas = names, schemas or {}
-        self._pending = ""
+        assert form.channels is not None
+        self._form, self._channels, self._names, self._schemas = form, form.channels, names, schemas or {}
+        over = (self._channels.over, *self._channels.ends, *single(self._channels.start))
+        self._over = re.compile("|".join(map(re.escape, over)))
+        self._pending, self._gap = "", ""
         self._inside = begun or thinking  # whether the text of a message has begun
-        self._channel, self._tool = "analysis" if thinking else "", ""
+        self._head = Head(thinking)
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, last: bool) -> tuple[str, str, list[dict[str, Any]]]:
         """New thoughts, text and complete calls after this text; ``last``: the reply is over."""
         self._pending += text
         thoughts, reply, before = "", "", len(self.calls)
-        while True:
-            if not self._inside and not self._opened(last):
-                break
+        while self._inside or self._opened(last):
             ended = self._ended(last)
-            whole = ended is not None or last
+            if self._head.tool and ended is None and not last:
+                break
             said = self._pending[: ended.start()] if ended is not None else self._certain(last)
-            if self._tool and not whole:
-                break
-            if self._tool:
-                reply += self._called(said)
-            elif self._channel == "analysis":
+            if self._head.thoughts:
                 thoughts += said
-            else:
-                reply += said
-            self._pending = self._pending[len(said) :]
+            elif plain := self._called(said) if self._head.tool else said:
+                reply += self._gap + plain
+                self._gap = ""
             if ended is None:
+                self._pending = self._pending[len(said) :]
                 break
-            self._pending = self._pending[ended.end() - ended.start() :]
-            self._inside = False
-            if self._channel == "commentary" and not self._tool:
-                reply += "\n\n"  # what is said before calls, and the reply itself, are messages of their own
+            self._pending, self._inside = self._pending[ended.end() :], False
+            self._gap = "" if self._head != Head() else "\n\n"
         return thoughts, reply, self.calls[before:]
 
     def _ended(self, last: bool) -> re.Match[str] | None:
-        """The mark that ends the message. Arguments may contain a mark's text: the true end follows complete JSON."""
-        marks = list(_OVER.finditer(self._pending))
-        if self._tool:
-            found = next((mark for mark in marks if _is_json(self._pending[: mark.start()])), None)
-            if found is not None or not last:
+        """The mark that ends the message. Arguments may contain a mark's text: the true end follows a whole call."""
+        marks = list(self._over.finditer(self._pending))
+        if self._head.tool in self._schemas:
+            found = next((mark for mark in marks if self._read(self._pending[: mark.start()]) is not None), None)
+            if found is not None or not last or self._read(self._pending) is not None:
                 return found
-        return marks[0] if marks and not (self._tool and _is_json(self._pending)) else None
+        return marks[0] if marks else None
 
     def _opened(self, last: bool) -> bool:
         """Read the head of a message; False if it is incomplete, or the reply is over."""
-        head, body, rest = self._pending.partition(_BODY)
+        head, body, rest = self._pending.partition(self._channels.body)
         text = head.lstrip()
-        plain = text and not any(text.startswith(each) or each.startswith(text) for each in _HEADS)
+        plain = text and not any(text.startswith(each) or each.startswith(text) for each in self._channels.heads)
         if not (body or last or plain):
             return False
         if not body and not head.strip():
             self._pending = ""
             return False
-        channels, tool = _CHANNEL.findall(head), _RECIPIENT.search(head)
-        self._channel = channels[-1] if body and channels else ""
-        self._tool = tool[1] if body and tool is not None else ""
+        self._head = self._channels.head(head) if body else Head()
         self._pending = rest if body else head
         self._inside = True
         return True
 
     def _certain(self, last: bool) -> str:
         """The pending text without characters at its end that may begin a mark."""
-        text = self._pending
-        longest = min(len(text), max(map(len, MARKS)) - 1)
-        kept = 0 if last else next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in MARKS)), 0)
+        text, marks = self._pending, self._channels.marks
+        longest = min(len(text), max(map(len, marks)) - 1)
+        kept = 0 if last else next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)
         return text[: len(text) - kept]
 
-    def _called(self, arguments: str) -> str:
-        """Add a call; gives the text if it is not a valid one."""
-        try:
-            value = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-        if self._tool not in self._schemas:
-            return arguments
-        id_ = self._names(5)[:9]
-        self.calls.append(called(len(self.calls), id_, self._tool, json.dumps(value, ensure_ascii=False)))
-        return ""
+    def _read(self, text: str) -> list[Found] | None:
+        """The calls of which a text consists; None: they are incomplete, or none."""
+        opening = self._form.opening
+        if not (text := text.lstrip()).startswith(opening):
+            return None
+        calls, rest = self._form.read(text[len(opening) :], self._schemas) or ([], text)
+        return None if rest.strip() else calls
 
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    def _called(self, text: str) -> str:
+        """Add the calls of a message to a tool; gives the text if they are not valid."""
+        if self._head.tool not in self._schemas:
+            return ""
+        calls = self._read(text)
+        for name, arguments, _, _ in calls or ():
+            written = json.dumps(arguments, ensure_ascii=False)
+            self.calls.append(called(len(self.calls), self._names(5)[:9], name or self._head.tool, written))
+        return text if calls is None else ""
 
 
 # ---------------------------------------------------------------- between marks

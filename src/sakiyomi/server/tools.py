@@ -15,12 +15,11 @@ from importlib.resources import files
 from typing import Any, Literal, NamedTuple
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.notations import Inline, Notation
+from sakiyomi.server.channels import Channels, single
+from sakiyomi.server.notations import Inline, Notation, Pairs
 from sakiyomi.server.schema import function
 
 Schemas = Mapping[str, Mapping[str, Any]]
-MARKS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>")
-"""Of messages in channels."""
 
 
 class CallWay(NamedTuple):
@@ -63,7 +62,7 @@ class ToolFormat:
         lead: may precede a call that has no opening.
         recipient: written before a reply that is a text; the prompt ends with the opening then. "" for most models.
         pairs: the format of arguments that are not an object of JSON.
-        channels: the whole reply consists of messages in channels, see ``thoughts.py``; other attributes are unused.
+        channels: the whole reply consists of messages in channels, and calls are messages. None for most models.
     """
 
     models: str
@@ -78,7 +77,7 @@ class ToolFormat:
     lead: str = ""
     recipient: str = ""
     pairs: Notation | None = None
-    channels: bool = False
+    channels: Channels | None = None
 
     @property
     def is_object(self) -> bool:
@@ -88,11 +87,10 @@ class ToolFormat:
     @property
     def marks(self) -> list[str]:
         """Marks that may be single tokens."""
-        if self.channels:
-            return list(MARKS)
-        pairs = self.pairs.marks if self.pairs else ()
-        inner = _MARK.findall(" ".join((self.call, *pairs)))
-        return [mark for mark in (self.opening, self.closing, *inner, self.lead) if mark]
+        around = self.channels.marks if self.channels else ()
+        inner = single(self.call, *(self.pairs.marks if self.pairs else ()), self.opening, self.closing)
+        whole = (self.opening, self.closing, self.lead)
+        return [*dict.fromkeys((*filter(None, whole), *inner, *around))]
 
     def around(self, name: str) -> tuple[str, str]:
         """The text before the arguments of a call, with {number} in it if it has one, and the text after them."""
@@ -145,11 +143,11 @@ class ToolFormat:
         if (begun := re.match(rf"\s*{head}", text)) is None:
             return None
         parts, rest = begun.groupdict(), text[begun.end() :]
-        found = _value(rest) if self.pairs is None else self.pairs.read(rest, schemas.get(parts["name"], {}))
+        found = _value(rest) if self.pairs is None else self.pairs.read(rest, schemas.get(parts.get("name", ""), {}))
         ended = None if found is None else re.match(rf"\s*{tail}" if tail else "", found[1])
         if found is None or ended is None:
             return None
-        return Found(arguments=found[0], **parts), found[1][ended.end() :]
+        return Found(parts.pop("name", ""), found[0], **parts), found[1][ended.end() :]
 
     def _object(self, value: Any) -> Found | None:
         """A JSON value as a call, whatever the order of its fields; further fields are ignored. None: it is no call."""
@@ -178,7 +176,7 @@ def _value(text: str) -> tuple[Any, str] | None:
 
 
 class Found(NamedTuple):
-    """A call in a text; its number and id are "" where calls have none."""
+    """A call in a text; its name, number and id are "" where calls have none."""
 
     name: str
     arguments: Any
@@ -187,7 +185,6 @@ class Found(NamedTuple):
 
 
 ARGUMENTS = "{arguments}"
-_MARK = re.compile(r"<[^<>{}\s]+>|\[[A-Z_]+\]")
 _PARTS = {
     "{name}": r"\s*(?P<name>[^<>\[\](){}\s](?:[^<>\[\](){}\n]*[^<>\[\](){}\s])?)\s*",
     "{number}": r"(?P<number>\d+)",
@@ -201,12 +198,18 @@ def _lenient(text: str) -> str:
     return "".join(r"\s*" if word.isspace() else _PARTS.get(word) or re.escape(word) for word in words)
 
 
+_TABLES: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "pairs": ("pairs", Pairs), "inline": ("pairs", Inline), "channels": ("channels", Channels),
+}  # fmt: skip
+
+
 def _formats() -> Iterator[ToolFormat]:
     entries = tomllib.loads(files("sakiyomi.server").joinpath("tool_formats.toml").read_text(encoding="utf-8"))
     for entry in entries["format"]:
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in entry.items()}
-        if (inline := values.pop("inline", None)) is not None:
-            values["pairs"] = Inline(**inline)
+        for name, (field, kind) in _TABLES.items():
+            if (table := values.pop(name, None)) is not None:
+                values[field] = kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in table.items()})
         yield ToolFormat(**values)
 
 
@@ -225,11 +228,6 @@ def listed_format(template: str) -> ToolFormat | None:
 def in_channels(template: str) -> ToolFormat | None:
     """The format of a template whose replies are in channels, with or without tools; None: it has no channels."""
     return form if (form := listed_format(template)) is not None and form.channels else None
-
-
-def single(*texts: str) -> list[str]:
-    """What may be single tokens in marks: each of them, and the parts that look like tokens."""
-    return [*texts, *_MARK.findall(" ".join(texts))]
 
 
 def shown(marks: Sequence[str], tokenizer: Any) -> frozenset[int]:
