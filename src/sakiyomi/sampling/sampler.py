@@ -21,6 +21,30 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
 
+class _History:
+    """A request's tokens as a tensor, which grows with their list: to convert all of them takes ms in a long text."""
+
+    def __init__(self) -> None:
+        self._of: Sequence[int] | None = None
+        self._held, self._count = torch.empty(0, dtype=torch.int64), 0
+
+    def tensor(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """(length,) int64. The same list is expected to be longer than at the call before, or equal."""
+        if isinstance(tokens, Tensor):
+            return tokens
+        count = len(tokens)
+        if tokens is not self._of or count < self._count:
+            self._of, self._count = tokens, 0
+        if count > len(self._held):
+            more = torch.empty(2 * count, dtype=torch.int64)
+            more[: self._count] = self._held[: self._count]
+            self._held = more
+        if count > self._count:
+            self._held[self._count : count] = torch.tensor(tokens[self._count :])
+            self._count = count
+        return self._held[:count]
+
+
 class Sampler:
     """Sampling parameters prepared for one vocabulary.
 
@@ -43,6 +67,7 @@ class Sampler:
         self.greedy = params.greedy
         self._bias = self._make_bias()
         self._processors = self._make_processors()
+        self._history = _History()
         self.needs_history = bool(self._processors)
         self.edits = self.needs_history or self._bias is not None
 
@@ -99,7 +124,7 @@ class Sampler:
         if self._bias is not None:
             scores += self._bias.to(scores.device)
         if self.needs_history:
-            common = torch.as_tensor(committed, dtype=torch.int64, device=scores.device)
+            common = self._history.tensor(committed).to(scores.device)
             for row, path in enumerate(paths):
                 history = torch.cat([common, common.new_tensor(list(path))])[None] if len(path) else common[None]
                 scores[row] = self._call(history, scores[row : row + 1])

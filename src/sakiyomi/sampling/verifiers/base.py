@@ -86,9 +86,6 @@ class Rows:
             return self.raw[index]
         row = self._processed.get(index)
         if row is None:
-            if self.sampler.needs_history and not isinstance(self._committed, Tensor):
-                # Converted once, not for each row.
-                self._committed = torch.tensor(list(self._committed), dtype=torch.int64)
             paths = (self._tree.path_tokens(index - 1),)
             row = self.sampler.process(self.raw[index : index + 1], paths, self._committed)[0]
             self._processed[index] = row
