@@ -1,5 +1,5 @@
 """The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | models | plan | serve |
-batch | bench | memory | cache | tune | export | train``.
+batch | bench | memory | cache | tune | export | import | train``.
 
 Results on stdout, progress on stderr, ``--json`` everywhere (the last line of stdout is then one JSON object). Exit
 codes: 0, 1 for what cannot be done (and a defect found by ``audit``), 2 for misuse, 130 after Ctrl-C. Nothing here
@@ -27,6 +27,7 @@ from sakiyomi.cli import (
     demo,
     export,
     generate,
+    import_,
     info,
     memory,
     models,
@@ -117,6 +118,7 @@ add_group(
     export.stages,
     help="Export models and trained heads to other tools; cut a model.",
 )
+add_group(app, "import", import_.ct2, help="Import models of other tools.")
 app.add_typer(train.app, name="train")
 
 

@@ -90,7 +90,7 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
                 f"the heads in {name} use the target's output layer, and format vllm holds a copy of it; give the "
                 "target with --target"
             )
-        out = _new_folder(options.out)
+        out = new_folder(options.out)
         head: Any = None
         base: str | Path | None = options.target or found.base
         if options.target is not None:
@@ -232,7 +232,7 @@ def speculators(options: SpeculatorsOptions, output: JsonOption) -> None:
         from sakiyomi.drafters.speculators_files import write_speculators
 
         folder = folder_of(options.head)
-        out = _new_folder(options.out)
+        out = new_folder(options.out)
         path = _target_folder(options.target, folder)
         file, about = _read_draft(folder, path, allow_pickle=options.allow_pickle)
         kind = write_speculators(out, file, str(path.resolve()), list(about.architectures or ()))
@@ -240,7 +240,7 @@ def speculators(options: SpeculatorsOptions, output: JsonOption) -> None:
     output.emit({"folder": str(out), "kind": kind, "target": str(path), "tensors": len(file.tensors)})
 
 
-def _new_folder(name: str) -> Path:
+def new_folder(name: str) -> Path:
     """A folder to create.
 
     Raises:

@@ -1,0 +1,40 @@
+"""``sakiyomi import``: models of other tools in Hugging Face format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.export import new_folder
+from sakiyomi.cli.output import progress, say
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """The model, and where it goes.
+
+    Attributes:
+        model: folder with model.bin, config.json and tokenizer.json.
+        out: folder to create.
+    """
+
+    model: str = field(metadata={"argument": "MODEL"})
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+
+
+def ct2(options: ImportOptions, output: JsonOption) -> None:
+    """Write a Whisper model of CTranslate2, as faster-whisper uses it, in Hugging Face format.
+
+    Weights are written in float16; those that were rounded to 8 bits stay as they were rounded.
+
+    Example: sakiyomi import ct2 faster-whisper-tiny whisper-tiny
+    """
+    with progress("reading"):
+        from sakiyomi.model_executor.loading.ct2_whisper import import_whisper
+
+        out = new_folder(options.out)
+        config = import_whisper(Path(options.model).expanduser(), out)
+    layers = f"{config['encoder_layers']} + {config['decoder_layers']} layers of width {config['d_model']}"
+    say(f"{out}: whisper, {layers}, {config['vocab_size']} tokens")
+    output.emit({"folder": str(out), "config": config})
