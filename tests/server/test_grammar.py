@@ -330,9 +330,15 @@ def test_calls_are_written_and_found(models: str, tokens: str) -> None:
     assert takes(ahead + text) and takes("So it goes.") and takes("{}") and takes("")
     assert not takes(ahead + "x" + text, forced=True) and not takes("So it goes.", forced=True)
     assert takes(one, several=False) and takes(one, several=False, forced=True)
+    bare = text[text.index(form.bare) :] if form.bare else text
+    if form.bare:  # the opening is left out
+        assert takes(ahead + bare) and not takes(ahead + bare.replace("go", "fly"))
+        assert not takes(bare.replace("sea", "moon")) and not takes(bare, forced=True)
     assert one == text or not takes(text, several=False, forced=True)
 
-    for said, plain in ((ahead + lead + text, ahead), ("So it goes.", "So it goes."), (ahead + text[:-1], None)):
+    for said, plain in (
+        (ahead + lead + text, ahead), ("So it goes.", "So it goes."), (ahead + text[:-1], None), (ahead + bare, ahead)
+    ):  # fmt: skip
         for size in (1, 3, 1000):
             stream, reader = TextStream(tokenizer, (), shown(form.marks, tokenizer)), ToolReader(form, schemas=SCHEMAS)
             ids = tokenizer(said)["input_ids"]

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from sakiyomi.core.outputs import Step
 from sakiyomi.server.bodies import BodyReader
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.jobs import Event
+from sakiyomi.server.replies import Sample
 from sakiyomi.server.schema import ChatRequest, TokenizeRequest
-from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
+from sakiyomi.server.thoughts import ChannelReader, ReasoningReader, ThoughtMarks
 from server_toys import running, toy_llm, web
 from tool_templates import form_of
 
@@ -155,3 +158,46 @@ def test_thoughts_are_continued_in_their_channel() -> None:
         " look.",
         "Four.",
     )
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_marks_that_are_special_tokens_are_no_text(size: int) -> None:
+    """Thoughts may follow a text, and a mark that stands alone is dropped; marks that are letters are text there."""
+    marks = ThoughtMarks("<|c>thought", "<c|>")
+    cases = [
+        ("<|c>thought\nA.<c|>B.<c|>", "A.", "B."), ("<|c><|c>thought\nA.<c|>B.", "A.", "B."),
+        ("A.<|c>thought\nB.<c|>\nC.<c|>", "B.", "A.C."), ("A <|c", "", "A <|c"), ("A <|c>", "", "A "),
+        ("<|c>thought\nA.<c|>B <|c>thought", "A.", "B "),
+    ]  # fmt: skip
+    for text, thoughts, reply in cases:
+        reader = ReasoningReader(marks=marks, special=[*marks, "<|c>"])
+        parts = [reader.push(text[i : i + size], False) for i in range(0, len(text), size)] + [reader.push("", True)]
+        assert ("".join(part[0] for part in parts), "".join(part[1] for part in parts)) == (thoughts, reply), text
+    assert ReasoningReader().push("A.</think>B.", True) == ("", "A.</think>B.")
+
+
+def test_special_tokens_of_thoughts_are_known_by_the_tokenizer() -> None:
+    template = (
+        "{% for m in messages %}{{ '<|c>thought\n' + m.reasoning_content + '<c|>' if m.reasoning_content }}"
+        "{{ m.content }}{% endfor %}"
+    )
+    asked = {"messages": [{"role": "user", "content": "Hm"}]}
+    for special, text in ((("<|c>", "<c|>"), "A."), (("<|c>",), "A.<c|>"), ((), "A.<c|>")):
+        llm = toy_llm("none", template=template, marks=special)
+        (job,) = BodyReader(llm, ServerConfig(served_name="toy")).chat(ChatRequest.model_validate(asked))
+        sample = Sample(job, None, llm.tokenizer, lambda count: "0" * count)  # type: ignore[arg-type]
+        step = Step("A.<c|>", tuple(llm.tokenizer("A.<c|>")["input_ids"]), finish_reason="stop")
+        assert sample.read(Event(job, step)).text == text
+
+
+def test_thoughts_that_words_of_the_prompt_begin() -> None:
+    """The mark behind them is where the template cuts earlier replies."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('[FINAL]')[-1] }}{% endfor %}"
+        "{{ '<|assistant|>I think:\n' if add_generation_prompt }}"
+    )
+    for written, marks in ((template, ("I think:", "[FINAL]")), (template.replace("I think:", ""), None)):
+        reader = BodyReader(toy_llm("none", template=written), ServerConfig(served_name="toy"))
+        assert reader.form.thoughts == marks
+        (job,) = reader.chat(ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hm"}]}))
+        assert job.reply.reasoning == (None if marks is None else True)

@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
+from real_files import real
+from sakiyomi.core.outputs import Step
+from sakiyomi.server.bodies import BodyReader
+from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.fields import value_of
 from sakiyomi.server.grammar import Grammars
+from sakiyomi.server.jobs import Event
+from sakiyomi.server.replies import Piece, Sample
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.thoughts import ChannelReader
 from sakiyomi.server.tools import ToolReader
@@ -22,7 +28,7 @@ SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
 
 def tool(name: str, **properties: Any) -> dict[str, Any]:
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "parameters": schema}}
+    return {"type": "function", "function": {"name": name, "description": "Do it.", "parameters": schema}}
 
 
 GO = tool("go", to={"enum": ["sea", "wood"]})
@@ -273,3 +279,74 @@ def test_a_client_reads_channels(stream: bool) -> None:
         call = {"id": "x", "type": "function", "function": {"name": "go", "arguments": '{"to": "sea"}'}}
         said = [*SAID, {"role": "assistant", "reasoning_content": "Wide.", "content": None, "tool_calls": [call]}]
         assert asked(messages=[*said, {"role": "tool", "tool_call_id": "x", "content": "Done."}], max_tokens=4)[3]
+
+
+# ---------------------------------------------------------------- templates of real models
+
+HEADED = {
+    "Kimi-K3": (
+        ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
+        "Wide.<|close|>think<|sep|><|open|>response<|sep|>I go.<|close|>response<|sep|><|open|>tools<|sep|>",
+        '<|open|>call tool="go" index="1"<|sep|><|open|>argument key="to" type="string"<|sep|>sea<|close|>argument'
+        "<|sep|><|close|>call<|sep|>",
+        '<|open|>call tool="look" index="2"<|sep|><|open|>argument key="far" type="boolean"<|sep|>true<|close|>argument'
+        "<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+    ),
+    "muse-glimmer": (
+        MARKS,
+        " to=self<|message|>Wide.<|eom|><|start|>assistant to=user<|message|>I go.<|eom|><|start|>assistant",
+        ' to=go<|message|><atem:function_calls>\n<atem:invoke name="go">\n<atem:parameter name="to">sea'
+        "</atem:parameter>\n</atem:invoke>\n</atem:function_calls>",
+        '<|eom|><|start|>assistant to=look<|message|><atem:function_calls>\n<atem:invoke name="look">\n'
+        '<atem:parameter name="far">true</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    ),
+}
+"""Special tokens of the model; thoughts and a text, a call, and another one."""
+
+
+@pytest.mark.parametrize("template", HEADED)
+def test_replies_whose_parts_have_heads(template: str) -> None:
+    """The grammar takes them, and they are read."""
+    marks, before, go, look = HEADED[template]
+    path = real(f"llama.cpp/models/templates/{template}.jinja")
+    llm = toy_llm("none", template=path.read_text(encoding="utf-8"), marks=marks)
+    reader = BodyReader(llm, ServerConfig(served_name="toy"))
+    (job,) = reader.chat(ChatRequest.model_validate({"messages": SAID, "tools": TOOLS}))
+    (constraint,) = job.params.logits_processors
+    text = before + go + look
+    for old, new in (("", ""), ("sea", "moon"), ("go", "fly")):
+        assert constraint._follow(llm.tokenizer(text.replace(old, new))["input_ids"]) == (old == new)
+    for size in (1, 3, 7, 1000):
+        sample = Sample(job, None, llm.tokenizer, lambda count: "0" * 2 * count)  # type: ignore[arg-type]
+        ids, whole = llm.tokenizer(text)["input_ids"], Piece(0)
+        for i in range(0, len(ids), size):
+            part = ids[i : i + size]
+            step = Step(llm.tokenizer.decode(part), tuple(part), finish_reason="stop" if i + size >= len(ids) else None)
+            whole.add(sample.read(Event(job, step)))
+        calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in whole.calls]
+        assert (whole.thoughts, whole.text) == ("Wide.", "I go.")
+        assert calls == [("go", {"to": "sea"}), ("look", {"far": True})] and whole.finish_reason == "tool_calls"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("template", HEADED)
+def test_forced_calls_whose_parts_have_heads(template: str) -> None:
+    marks, *_ = HEADED[template]
+    path = real(f"llama.cpp/models/templates/{template}.jinja")
+    with running(toy_llm(template=path.read_text(encoding="utf-8"), marks=marks, max_batch=2)) as (_, url):
+        api, vocabulary = client(url), marked_tokenizer(marks).get_vocab()
+        bias = {str(i): -100 for token, i in vocabulary.items() if token[:1] in ("s", "u")}  # no thoughts, no text
+        assert next(iter(api.models.list())).to_dict()["tools"] == ("learnt" if template == "Kimi-K3" else template)
+        for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+            how: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "seed": 1}
+            how |= {"messages": SAID, "max_tokens": 400, "logit_bias": bias}
+            (reply,) = api.chat.completions.create(model="toy", **how).choices
+            (call,) = reply.message.tool_calls or []
+            name, values = call.function.name, json.loads(call.function.arguments)
+            assert reply.finish_reason == "tool_calls" and reply.message.content is None
+            assert values in ([{"far": False}, {"far": True}] if name == "look" else [{"to": "sea"}, {"to": "wood"}])
+            assert choice == "required" or name == "look"
+            events = [each.choices[0] for each in api.chat.completions.create(model="toy", stream=True, **how)]
+            (other,) = [call for event in events for call in event.delta.tool_calls or ()]
+            assert other.function is not None
+            assert (other.function.name, json.loads(other.function.arguments or "")) == (name, values)

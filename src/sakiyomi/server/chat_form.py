@@ -15,7 +15,7 @@ from sakiyomi.engine.rendering import Rendering
 from sakiyomi.server.errors import unsupported
 from sakiyomi.server.general_tools import GENERAL, described, joined, told
 from sakiyomi.server.learnt_format import TOOLS, learnt, way_of_calls
-from sakiyomi.server.learnt_marks import learnt_text, learnt_thoughts
+from sakiyomi.server.learnt_marks import cut_thoughts, learnt_text, learnt_thoughts
 from sakiyomi.server.notations import Pairs
 from sakiyomi.server.said import TextMarks
 from sakiyomi.server.thoughts import THINK, ThoughtMarks
@@ -60,7 +60,8 @@ class ChatForm:
         """What stands around the model's thoughts; None: it has none that could be told apart."""
         if not (template := self._dialogue.template):
             return None
-        return learnt_thoughts(self._write) or (THINK if THINK.closing in template else None)
+        usual = THINK if THINK.closing in template else None
+        return learnt_thoughts(self._write) or usual or cut_thoughts(self._write, template)
 
     @cached_property
     def text(self) -> TextMarks | None:

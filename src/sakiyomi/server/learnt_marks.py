@@ -32,6 +32,24 @@ def learnt_thoughts(write: Write) -> ThoughtMarks | None:
     return None
 
 
+_CUT = re.compile(r"""split\(\s*(?P<quote>['"])(?P<mark>[^'"]+)(?P=quote)\s*\)\s*\[-1\]""")
+
+
+def cut_thoughts(write: Write, template: str) -> ThoughtMarks | None:
+    """The marks around thoughts that a template cuts off earlier replies, where its prompts end with words of thoughts.
+
+    None: it cuts off nothing.
+    """
+    with suppress(InputError):
+        opening = re.split(MARK, write([ASKED], (), True))[-1].strip()
+        for mark in dict.fromkeys(found["mark"] for found in _CUT.finditer(template)):
+            reply = {"role": "assistant", "content": f"{THOUGHT}{mark}{SAID}"}
+            found = write([ASKED, reply, ASKED], (), False)
+            if opening and SAID in found and THOUGHT not in found:
+                return ThoughtMarks(opening, mark)
+    return None
+
+
 def _replies() -> Iterator[tuple[Mapping[str, Any], str]]:
     """Replies with thoughts, and what follows these: some templates write them only as a part, or before calls."""
     names = ("reasoning_content", "thinking")

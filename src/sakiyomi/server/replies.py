@@ -23,7 +23,7 @@ from sakiyomi.server.relay import Names, Relay
 from sakiyomi.server.said import TextReader
 from sakiyomi.server.schema import Ask, StreamOptions
 from sakiyomi.server.stream import DONE, event
-from sakiyomi.server.thoughts import ChannelReader, ReasoningReader
+from sakiyomi.server.thoughts import ChannelReader, ReasoningReader, ThoughtMarks
 from sakiyomi.server.tools import ToolReader, shown
 
 NEVER = -9999.0  # OpenAI's log probability of an impossible token
@@ -87,7 +87,8 @@ class Sample:
             self._tools = ToolReader(form, ids, schemas, begun=begun)
         if reasoning is not None and self._channels is None:
             call = "" if form is None else form.opening
-            self._reasoning = ReasoningReader(opened=reasoning, marks=around, call=call)
+            special = _special(around, [*(form.marks if form is not None else ()), *(said or ())], tokenizer)
+            self._reasoning = ReasoningReader(opened=reasoning, marks=around, call=call, special=special)
         self._text = None if said is None else TextReader(said)
         self._thoughts_apart, self._called = reasoning is not None, False
         # Usual decoding drops marks that are special tokens.
@@ -159,6 +160,14 @@ class Sample:
             stats = event.stats
             found["stats"] = {"tokens": stats.tokens, "seconds": stats.seconds} | _speculation(stats)
         return found
+
+
+def _special(around: ThoughtMarks, others: Sequence[str], tokenizer: Any) -> list[str]:
+    """Marks around thoughts, and their parts that have no other meaning, if these are special tokens."""
+    parts = single(*around)
+    if not parts or len(shown(parts, tokenizer)) < len(set(parts)):
+        return []
+    return [*around, *(part for part in parts if part not in (*around, *single(*others)))]
 
 
 class Style(ABC):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 MARK = r"(?:<[^<>]+>|\[/?[A-Z_]+\])"
 """A mark of a chat template, as a pattern."""
+
+
+def partial(text: str, marks: Iterable[str]) -> int:
+    """Characters at the end of a text that may begin one of the marks."""
+    return max((n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), default=0)
 
 
 class TextMarks(NamedTuple):
@@ -37,8 +43,7 @@ class TextReader:
             given += before
         if not self._marks:
             return given
-        mark = self._marks[0]
-        kept = next((n for n in range(len(mark) - 1, 0, -1) if self._pending.endswith(mark[:n])), 0)
+        kept = partial(self._pending, self._marks[:1])
         said, self._pending = self._pending[: len(self._pending) - kept], self._pending[len(self._pending) - kept :]
         cut = len(self._marks) == 1 and kept >= self._first
         return given + said + (self._pending if last and not cut else "")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from sakiyomi.server.channels import Head, single
+from sakiyomi.server.said import partial
 from sakiyomi.server.tools import Found, Schemas, ToolFormat, called
 
 
@@ -102,10 +103,8 @@ class ChannelReader:
 
     def _certain(self, last: bool) -> str:
         """The pending text without characters at its end that may begin a mark."""
-        text, marks = self._pending, self._channels.marks
-        longest = min(len(text), max(map(len, marks)) - 1)
-        kept = 0 if last else next((n for n in range(longest, 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)
-        return text[: len(text) - kept]
+        kept = 0 if last else partial(self._pending, self._channels.marks)
+        return self._pending[: len(self._pending) - kept]
 
     def _read(self, text: str) -> list[Found] | None:
         """The calls of which a text consists; None: they are incomplete, or none."""
@@ -147,11 +146,16 @@ class ReasoningReader:
         opened: the prompt ends inside thoughts, as templates of models that always think do.
         marks: around thoughts.
         call: what calls begin with, which ends thoughts that are never closed. "" if calls have no mark.
+        special: marks that are special tokens, and no text therefore: behind the first thoughts, too, the opening one
+            begins thoughts, and others are dropped.
     """
 
-    def __init__(self, *, opened: bool = False, marks: ThoughtMarks = THINK, call: str = "") -> None:
+    def __init__(
+        self, *, opened: bool = False, marks: ThoughtMarks = THINK, call: str = "", special: Sequence[str] = ()
+    ) -> None:
         self._opening, self._closing = marks
-        self._call = call
+        self._call, self._special = call, special
+        self._marks = re.compile("|".join(map(re.escape, special)))
         self._place = _Place.INSIDE if opened else _Place.BEFORE
         self._pending = ""
         self._begun = False  # of thoughts, or of the reply after them: blank lines before them are dropped
@@ -159,33 +163,51 @@ class ReasoningReader:
     def push(self, text: str, last: bool) -> tuple[str, str]:
         """New thoughts and reply after this text; ``last``: the reply is over."""
         self._pending += text
+        if self._place is _Place.BEFORE and not self._entered(last):
+            return "", ""
         thoughts, reply = "", ""
-        if self._place is _Place.BEFORE:
-            ahead = self._pending.lstrip()
-            if ahead.startswith(self._opening):
-                self._place, self._pending = _Place.INSIDE, ahead[len(self._opening) :]
-            elif ahead.startswith(self._closing):  # of thoughts that are left out
-                self._place = _Place.INSIDE
-            elif last or not any(mark.startswith(ahead) for mark in (self._opening, self._closing)):
-                self._place, self._begun = _Place.BEHIND, True  # there are none: the reply is as it was written
-            else:
-                return "", ""
-        if self._place is _Place.INSIDE:
-            inside, closing, rest = self._pending.partition(self._closing)
-            call = -1 if closing or not self._call else inside.find(self._call)
-            if call >= 0 and last:  # as if they were closed before it
-                inside, closing, rest = inside[:call], self._closing, inside[call:]
-            inside = inside.rstrip("\n") if closing else inside
-            held = len(inside) - call if call >= 0 else 0
-            waiting = _waiting(inside, held, self._closing, self._call)
-            kept = "" if closing or last else inside[len(inside) - waiting :]
-            thoughts = self._trimmed(inside[: len(inside) - len(kept)])
-            self._pending = rest if closing else kept
-            if not closing:
-                return thoughts, ""
+        while True:
+            if self._place is _Place.INSIDE:
+                thoughts += self._inside(last)
+                if self._place is _Place.INSIDE:
+                    return thoughts, reply
+            kept = 0 if last else partial(self._pending, self._special)
+            here = self._pending[: len(self._pending) - kept]
+            mark = self._marks.search(here) if self._special else None
+            if mark is None:
+                self._pending = self._pending[len(here) :]
+                return thoughts, reply + self._trimmed(here)
+            reply += self._trimmed(here[: mark.start()])
+            self._pending = self._pending[mark.end() :]
+            if mark[0] == self._opening:
+                self._place, self._begun = _Place.INSIDE, False
+
+    def _entered(self, last: bool) -> bool:
+        """Whether it is known that there are thoughts, or none."""
+        ahead = self._pending.lstrip()
+        if ahead.startswith(self._opening):
+            self._place, self._pending = _Place.INSIDE, ahead[len(self._opening) :]
+        elif ahead.startswith(self._closing):  # of thoughts that are left out
+            self._place = _Place.INSIDE
+        elif last or not any(mark.startswith(ahead) for mark in (self._opening, self._closing)):
+            self._place, self._begun = _Place.BEHIND, True  # there are none: the reply is as it was written
+        return self._place is not _Place.BEFORE
+
+    def _inside(self, last: bool) -> str:
+        """New thoughts; what is pending may be a reply after them."""
+        inside, closing, rest = self._pending.partition(self._closing)
+        call = -1 if closing or not self._call else inside.find(self._call)
+        if call >= 0 and last:  # as if they were closed before it
+            inside, closing, rest = inside[:call], self._closing, inside[call:]
+        inside = inside.rstrip("\n") if closing else inside
+        held = len(inside) - call if call >= 0 else 0
+        waiting = _waiting(inside, held, self._closing, self._call)
+        kept = "" if closing or last else inside[len(inside) - waiting :]
+        thoughts = self._trimmed(inside[: len(inside) - len(kept)])
+        self._pending = rest if closing else kept
+        if closing:
             self._place, self._begun = _Place.BEHIND, False
-        reply, self._pending = self._trimmed(self._pending), ""
-        return thoughts, reply
+        return thoughts
 
     def _trimmed(self, text: str) -> str:
         text = text if self._begun else text.lstrip("\n")
@@ -195,6 +217,5 @@ class ReasoningReader:
 
 def _waiting(text: str, held: int, *marks: str) -> int:
     """Characters at the end that are held, or may belong to one of the marks, and the blank lines before them."""
-    begun = (n for mark in marks for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n]))
-    before = text[: len(text) - (held or max(begun, default=0))].rstrip("\n")
+    before = text[: len(text) - (held or partial(text, marks))].rstrip("\n")
     return len(text) - len(before)

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from sakiyomi.core.text import profile
 from sakiyomi.server.channels import Channels, single
 from sakiyomi.server.notations import Inline, Notation, Pairs
+from sakiyomi.server.said import partial
 from sakiyomi.server.schema import function
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -91,6 +92,12 @@ class ToolFormat:
         inner = single(self.call, *(self.pairs.marks if self.pairs else ()), self.opening, self.closing)
         whole = (self.opening, self.closing, self.lead)
         return [*dict.fromkeys((*filter(None, whole), *inner, *around))]
+
+    @property
+    def bare(self) -> str:
+        """The mark with which a call itself begins, which tells it where its opening is left out; "" if it has none."""
+        head = self.call.partition("{")[0]
+        return head if self.opening and not self.listed and head.startswith("<") else ""
 
     def around(self, name: str) -> tuple[str, str]:
         """The text before the arguments of a call, with {number} in it if it has one, and the text after them."""
@@ -276,15 +283,15 @@ class ToolReader:
             self._pending, self._prompted = self._pending[len(self._head) :], False
         self._head = ""
         while (place := self._place()) is not None:
-            start, inner = place
+            start, inner, after = place
             # A call can only be complete after its end mark.
             found = self._form.read(self._pending[inner:], self._schemas) if last or self._end in text else None
             if found is None and not last:
                 plain, self._pending = plain + self._pending[:start], self._pending[start:]
                 return self._given(plain), self.calls[before:]
             if found is None:
-                plain += "" if self._prompted else self._pending[:inner]
-                self._begun, self._prompted, self._pending = True, False, self._pending[inner:]
+                plain += "" if self._prompted else self._pending[:after]
+                self._begun, self._prompted, self._pending = True, False, self._pending[after:]
                 continue
             plain, self._prompted = plain + self._pending[:start], False
             self._begun, self._pending = True, found[1]
@@ -300,22 +307,23 @@ class ToolReader:
             return plain
         return "" if plain.isspace() else plain.strip("\n")
 
-    def _place(self) -> tuple[int, int] | None:
-        """Where possible calls begin, and where their opening ends."""
-        mark = self._form.opening
-        if mark:
-            start = self._pending.find(mark)
-            return None if start < 0 else (start, start + len(mark))
+    def _place(self) -> tuple[int, int, int] | None:
+        """Where possible calls begin, where to read them, and where to go on if there are none."""
+        opening, bare = self._form.opening, self._form.bare
+        if opening:
+            found = [(at, at + len(opening), at + len(opening))] if (at := self._pending.find(opening)) >= 0 else []
+            if bare and (at := self._pending.find(bare)) >= 0:
+                found.append((at, at, at + len(bare)))
+            return min(found, default=None)
         if self._begun:
             return None
         inner = len(self._pending) - len(self._pending.lstrip().removeprefix(self._form.lead).lstrip())
-        return (0, inner) if self._pending[inner:].startswith("{") else None
+        return (0, inner, inner) if self._pending[inner:].startswith("{") else None
 
     def _beginning(self) -> int:
         """Characters at the end that may begin a call."""
-        mark = self._form.opening
-        if mark:
-            return next((n for n in range(len(mark) - 1, 0, -1) if self._pending.endswith(mark[:n])), 0)
+        if self._form.opening:
+            return partial(self._pending, (self._form.opening, self._form.bare))
         text = self._pending.lstrip()
         ahead = text.removeprefix(self._form.lead).strip() == "" or self._form.lead.startswith(text)
         return len(self._pending) if ahead and not self._begun else 0
