@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
-ALIASES = {"target": ("--model",)}  # as other tools call it
+ALIASES = {"target": ("--model",), "temperatures": ("--temperature",)}  # as other tools call them
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _same(value: Any) -> Any:
 
 
 # Annotations are strings (`from __future__ import annotations`): what typer is told for each, and what is made of the
-# value. Acceptance stays a plain word: the dataclass refuses unknown ones in its own words.
+# value. A choice stays a plain word: the dataclass refuses unknown ones in its own words.
 _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "str": (str, _same),
     "int": (int, _same),
@@ -354,6 +354,8 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "int | str | None": (str | None, _number_or_word),
     "str | bool": (str, _compile),
     "Acceptance": (str, _same),
+    "Task": (str, _same),
+    "Timestamps": (str, _same),
     "Shape": (str, _shape),
     "Sequence[str]": (list[str], tuple),
     "Sequence[int]": (list[int], tuple),

@@ -1,22 +1,18 @@
-"""Sounds for speech models: samples of one channel; WAV files are read by the standard library, others by soundfile."""
+"""Sounds for speech models: samples of one channel."""
 
 from __future__ import annotations
 
 import math
-import os
-import wave
 from dataclasses import dataclass, replace
-from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.sound_files import Samples, SoundFile, read_samples
 
-Samples = NDArray[np.float32]
 _PAUSE = 0.2  # seconds
-CONVERT = "convert it, for instance: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav"
 _WIDTH = 24  # zero crossings of the resampling filter on each side
+_BLOCK = 8192  # new samples that are computed at a time; all neighbours of all of them would not fit into memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,38 +57,23 @@ class Audio:
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike[str] | BinaryIO, *, language: str | None = None, task: str | None = None
+        cls, file: SoundFile, *, language: str | None = None, task: str | None = None, longest: float | None = None
     ) -> Audio:
-        """The sound in a WAV file of whole numbers (8 to 32 bits), or in another file of soundfile's (FLAC, Ogg).
+        """The sound in a file, or the sound track of a video; of several channels the mean.
 
-        Of several channels the mean.
+        WAV files of whole numbers (8 to 32 bits) need nothing else. FLAC, Ogg and MP3 need soundfile; all other kinds
+        the command ffmpeg, or PyAV.
 
         Args:
-            path: of the file, or an open one.
+            file: its path, or an open file that can be read anew from its beginning.
             language, task: see ``Audio``.
+            longest: most seconds; None: any length.
 
         Raises:
-            LoadError: there is no such file, it is empty or damaged, of another kind, or soundfile is not installed.
+            LoadError: there is no such file, it is empty or damaged, or its kind cannot be read here.
+            InputError: it is longer than ``longest``.
         """
-        name = os.fspath(path) if isinstance(path, str | os.PathLike) else "the sound"
-        try:
-            with wave.open(name if isinstance(path, str | os.PathLike) else path, "rb") as file:
-                channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
-                data = file.readframes(file.getnframes())
-        except FileNotFoundError:
-            raise LoadError(f"there is no file {name!r}; check the path") from None
-        except OSError as error:
-            raise LoadError(f"{name!r} cannot be read ({error.strerror}); check the path") from None
-        except (wave.Error, EOFError) as error:
-            samples, rate = _other_file(path, name, str(error) or "it ends before it begins")
-        else:
-            if not 1 <= width <= 4:
-                raise LoadError(f"{name!r} has samples of {8 * width} bits; expected 8, 16, 24 or 32; {CONVERT}")
-            if rate < 1:
-                raise LoadError(f"{name!r} has {rate} samples a second; the file is damaged")
-            samples = _decoded(data, width, channels)
-        if not len(samples):
-            raise LoadError(f"{name!r} has no samples; give a file with a sound")
+        samples, rate = read_samples(file, longest)
         return cls(samples.mean(1), rate, language, task)
 
     @property
@@ -134,34 +115,6 @@ def _quietest(samples: Samples, rate: int) -> int:
     return max(1, len(samples) - window // 2 - int(loudness[::-1].argmin()))
 
 
-def _other_file(path: str | os.PathLike[str] | BinaryIO, name: str, reason: str) -> tuple[Samples, int]:
-    """Samples (n, channels) and rate of a file that is no WAV file of whole numbers."""
-    try:
-        import soundfile
-    except ImportError:
-        raise LoadError(
-            f"{name!r} is no WAV file of whole numbers ({reason}); pip install 'sakiyomi[tasks]' for other kinds, or "
-            f"{CONVERT}"
-        ) from None
-    try:
-        if not isinstance(path, str | os.PathLike):
-            path.seek(0)
-        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, OSError) as error:
-        raise LoadError(f"{name!r} is no sound file that can be read ({error}); {CONVERT}") from None
-    return samples, int(rate)
-
-
-def _decoded(data: bytes, width: int, channels: int) -> Samples:
-    """(n, channels) numbers of -1 to 1 from the whole numbers of a WAV file, little endian, of `width` bytes."""
-    count = len(data) // (width * channels) * channels
-    wide = np.zeros((count, 4), np.uint8)
-    wide[:, 4 - width :] = np.frombuffer(data, np.uint8)[: count * width].reshape(-1, width)
-    if width == 1:  # alone without a sign
-        wide[:, 3] ^= 0x80
-    return (wide.view("<i4") / 2**31).astype(np.float32).reshape(-1, channels)
-
-
 def _resample(samples: Samples, old: int, new: int) -> Samples:
     """A sum over the neighbours of each new sample, weighted by a Hann-windowed sinc below the lower Nyquist rate.
 
@@ -181,5 +134,8 @@ def _resample(samples: Samples, old: int, new: int) -> Samples:
         distance = offsets - (places[0] % up) / up
         window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / (half + 1), -1, 1))
         weights = np.sinc(cutoff * distance) * window
-        found[phase::up] = windows[np.minimum(places // up, len(samples) - 1)] @ (weights / weights.sum())
+        weights = (weights / weights.sum()).astype(np.float32)
+        rows = np.minimum(places // up, len(samples) - 1)
+        blocks = [windows[rows[i : i + _BLOCK]] @ weights for i in range(0, len(rows), _BLOCK)]
+        found[phase::up] = np.concatenate(blocks)
     return found

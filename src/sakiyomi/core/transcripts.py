@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from sakiyomi.core.errors import InputError
 
+Task = Literal["transcribe", "translate"]
+Timestamps = Literal["none", "segment", "word"]
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 """Temperatures that Whisper tries in turn (Radford et al. 2022, arXiv 2212.04356, section 4.5)."""
 
@@ -83,7 +85,7 @@ class Transcript:
 class TranscriptionParams:
     """How a sound is transcribed.
 
-    Args:
+    Attributes:
         language: what is spoken, by name or code; None: detected from the first 30 seconds.
         task: "transcribe", or "translate" into English.
         timestamps: "segment", "word" (segments and words), or "none": the model writes no timestamps. Sounds longer
@@ -99,8 +101,8 @@ class TranscriptionParams:
     """
 
     language: str | None = None
-    task: Literal["transcribe", "translate"] = "transcribe"
-    timestamps: Literal["none", "segment", "word"] = "segment"
+    task: Task = "transcribe"
+    timestamps: Timestamps = "segment"
     temperatures: tuple[float, ...] = FALLBACK
     compression_ratio_threshold: float | None = 2.4
     logprob_threshold: float | None = -1.0
