@@ -141,15 +141,15 @@ class ReplyRules:
         rules, found = f"\nfree: TEXT {self._behind('TEXT')}\n{TEXT}", []
         for name, (first, *rest) in ((name, parts) for name, parts in begins.items() if parts):
             if first.startswith("<["):
-                begun = " ".join(["free", first, *rest])
+                begun = f"free {first}"
             else:  # The mark is letters like others: as soon as they stand there, they are a mark.
                 rules += f"{name}[lazy]: TEXT {first}\n"
                 begun = (f"(TEXT <[{self._other}]>)* " if self._other else "") + name
-            found.append(f"{begun} {'body' if name == 'opening' else 'bared'}")
+            found.append(" ".join([begun, *rest, "body" if name == "opening" else "bared"]))
         first, *rest = begins["opening"]
-        if first.startswith("<[") and rest:  # text has the same tokens around other words
+        if first.startswith("<[") and rest and not rest[0].startswith("<["):  # text has such tokens around other words
             others = self._tokens(mark for mark, i in self._marks.items() if f"<[{i}]>" != first)
-            words = [f"~({parts[1]} TEXT)" for parts in begins.values() if parts[:1] == [first]]
+            words = [f"~({' '.join([*parts[1:2], 'TEXT'])})" for parts in begins.values() if parts[:1] == [first]]
             rules = f"\nfree: TEXT (<[{others}]> TEXT | {first} OTHER)*\nOTHER: TEXT & {' & '.join(words)}\n{TEXT}"
         return " | ".join(found), rules
 
