@@ -104,7 +104,7 @@ def _wave(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]
                 if not 1 <= width <= 4 or rate < 1:
                     raise _OtherKindError(f"its samples have {8 * width} bits, {rate} a second")
                 # A program that writes into a pipe does not know the length, and puts the largest number.
-                frames = min(sound.getnframes(), size // (width * channels))
+                frames = min(sound.getnframes(), (size - file.tell()) // (width * channels))
                 _check_length(source, frames / rate, longest, rate * channels / FULL_RATE)
                 data = sound.readframes(frames)
     except (wave.Error, EOFError) as error:
@@ -146,7 +146,8 @@ def _ffmpeg(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, in
         # No "-i pipe:": the index of many mp4 files is at their end.
         command = [program, "-nostdin", "-v", "error", "-protocol_whitelist", "file", "-format_whitelist", _KINDS]
         command += ["-i", f"file:{path}", *(() if longest is None else ("-t", str(longest + 1)))]
-        command += ["-vn", "-ac", "1", "-ar", str(_SPEECH_RATE), "-f", "f32le", "pipe:1"]
+        # 16 bits: of floats, ffmpeg's mean of two channels is too loud.
+        command += ["-vn", "-ac", "1", "-ar", str(_SPEECH_RATE), "-f", "s16le", "pipe:1"]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
@@ -157,7 +158,7 @@ def _ffmpeg(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, in
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].replace(f"file:{path}: ", "") if lines else f"exit code {done.returncode}, no samples"
         raise _OtherKindError(f"ffmpeg: {last.strip()}")
-    samples = np.frombuffer(done.stdout, "<f4")
+    samples = np.frombuffer(done.stdout, "<i2").astype(np.float32) / 2**15
     _check_length(source, len(samples) / _SPEECH_RATE, longest)
     return samples.reshape(-1, 1), _SPEECH_RATE
 
@@ -181,10 +182,10 @@ def _pyav(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]
         import av
     except ImportError:
         raise _OtherKindError("") from None
-    parts: list[Samples] = []
+    parts: list[NDArray[np.int16]] = []
     count = 0
     given = f"file:{source}" if isinstance(source, Path) else source
-    resampler = av.AudioResampler("flt", "mono", _SPEECH_RATE)
+    resampler = av.AudioResampler("s16", "mono", _SPEECH_RATE)
     try:
         with av.open(given, "r", options={"protocol_whitelist": "file", "format_whitelist": _KINDS}) as container:
             if not container.streams.audio:
@@ -197,4 +198,5 @@ def _pyav(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]
     except av.FFmpegError as error:
         if not parts:  # else the file is cut off
             raise _OtherKindError(f"PyAV: {error.strerror}") from None
-    return np.concatenate(parts or [np.zeros(0, np.float32)]).reshape(-1, 1), _SPEECH_RATE
+    samples = np.concatenate(parts or [np.zeros(0, np.int16)]).astype(np.float32) / 2**15
+    return samples.reshape(-1, 1), _SPEECH_RATE
