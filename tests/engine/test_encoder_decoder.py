@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +204,23 @@ def test_a_source_is_read_once_a_request() -> None:
     assert len(calls) == 3
 
 
+def test_a_draft_with_the_targets_encoder_has_it_run_once(tmp_path: Path) -> None:
+    """For both; another encoder runs for itself. The text is the plain one."""
+    model_of("marian").save_pretrained(tmp_path / "same")
+    model_of("marian", 7, 1).save_pretrained(tmp_path / "other")
+    for name, lent in (("same", True), ("other", False)):
+        TOKENIZER.save_pretrained(tmp_path / name)
+        llm = LLM((model_of("marian"), TOKENIZER), f"model:{tmp_path / name}", compile=False, strict=True)
+        assert isinstance(llm.draft, ModelDrafter)
+        own = llm.draft.model.weights.encoder
+        assert own is not None
+        calls: list[object] = []
+        own.module.register_forward_hook(lambda module, *_, at=calls: at.append(module))
+        found = tokens(llm, sources("marian"), params(gamma=2))
+        assert found == tokens(llm_of("marian"), sources("marian"), params())
+        assert (own.lender is not None, not calls) == (lent, lent)
+
+
 class Noting(TorchFunctionMode):
     """Notes in which types torch's products are computed."""
 
@@ -233,6 +251,8 @@ def test_sources_are_read_in_float32_where_the_processor_multiplies_no_16_bits(
     found, types = [], []
     for multiplies in (True, False):
         monkeypatch.setattr("sakiyomi.model_executor.widened.multiplies_bf16", lambda at=multiplies: at)
+        assert source is not None
+        source.encoded.clear()
         with Noting() as noted, torch.no_grad():
             found.append(encoder.read(source))
         types.append(noted.types)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -21,11 +21,13 @@ class Source:
         length: places that it has for cross-attention.
         tokens: of the source in the decoder's vocabulary, for drafters that look tokens up; empty if the source is no
             text, or has another vocabulary.
+        encoded: what encoders made of it, (1, length, width), by their ids: an encoder reads it once.
     """
 
     inputs: dict[str, Tensor]
     length: int
     tokens: Sequence[int] = ()
+    encoded: dict[int, Tensor] = field(default_factory=dict)
 
 
 class SourceCache(SlotCache):

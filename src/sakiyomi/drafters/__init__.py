@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.draft_specs import ModelSpec, read_argument, split_spec
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
@@ -17,6 +17,9 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, DrafterContext, Rule
 from sakiyomi.drafters.merged import MergedDrafter
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = [
     "DRAFTERS",
@@ -48,7 +51,7 @@ def _model(spec: ModelSpec, around: DrafterContext) -> Drafter:
         check_pair(target, draft)
         mask = getattr(draft.model.config, "pard_token", None)
         # What a draft has learnt is no part of its recording.
-        packed = around.pack(replace(draft, record=None) if learn else draft)
+        packed = _with_encoder(around.pack(replace(draft, record=None) if learn else draft), around.packed)
         if mask is not None and not 0 <= int(mask) < packed.vocab_size:
             raise InputError(
                 f"pard_token in config.json of {name} is {mask}, and the model has {packed.vocab_size} tokens; get "
@@ -76,7 +79,15 @@ def _self_quantized(kind: str, around: DrafterContext) -> Drafter:
             f"draft self-{kind}: the target's own weights are quantized, and a quantized copy would not be faster; "
             "leave out quantize, or choose another draft"
         )
-    return ModelDrafter(around.quantized(kind), around.vocab_size, name=f"self-{kind}")
+    packed = _with_encoder(around.quantized(kind), around.packed)
+    return ModelDrafter(packed, around.vocab_size, name=f"self-{kind}")
+
+
+def _with_encoder(draft: ModelRunner, target: ModelRunner) -> ModelRunner:
+    """A draft model that has the target's encoder, if it is the same, run once for both."""
+    if draft.weights.encoder is not None and target.weights.encoder is not None:
+        draft.weights.encoder.borrow(target.weights.encoder)
+    return draft
 
 
 DRAFTERS: dict[str, str | Callable[[Any, DrafterContext], Drafter]] = {
