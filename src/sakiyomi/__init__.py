@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sakiyomi.core.images import ImagePrompt
     from sakiyomi.core.outputs import Generation, Stats, Step, TokenTrace
     from sakiyomi.core.params import SamplingParams
+    from sakiyomi.core.transcripts import Transcript, TranscriptionParams
     from sakiyomi.core.tree import Draft, TokenTree, Verdict
     from sakiyomi.engine.engine import Engine
     from sakiyomi.engine.hf_generate import custom_generate
@@ -53,6 +54,8 @@ __all__ = [
     "Step",
     "TokenTrace",
     "TokenTree",
+    "Transcript",
+    "TranscriptionParams",
     "UnsupportedError",
     "Verdict",
     "__version__",
@@ -74,6 +77,8 @@ _HOME = {
     "Step": "sakiyomi.core.outputs",
     "TokenTrace": "sakiyomi.core.outputs",
     "TokenTree": "sakiyomi.core.tree",
+    "Transcript": "sakiyomi.core.transcripts",
+    "TranscriptionParams": "sakiyomi.core.transcripts",
     "Draft": "sakiyomi.core.tree",
     "Verdict": "sakiyomi.core.tree",
 }

@@ -73,14 +73,22 @@ class SourceInputProcessor:
             only features can be given.
         target: the model as it runs; it detects the language.
         max_context: most tokens of the decoder.
+
+    Attributes:
+        settings: the model's generation settings.
+        tokenizer, extractor: as loaded.
+        takes_audio: it is a speech model.
+        frames: of the features that the encoder takes; 0: it takes none.
     """
 
     def __init__(self, loaded: Loaded, target: ModelRunner, max_context: int) -> None:
         self._model, self._config = loaded.model, loaded.model.config
-        self._settings = copy.deepcopy(loaded.model.generation_config)
+        self.settings = copy.deepcopy(loaded.model.generation_config)
         self._family: Family = family_of(self._config)
+        self.takes_audio = self._family.takes_audio
         self._limit = self._family.source_positions(self._config)
-        self._tokenizer, self._extractor = loaded.tokenizer, loaded.extractor
+        self.frames = 2 * (self._limit or 0) if self.takes_audio else 0  # the second convolution halves them
+        self.tokenizer, self.extractor = loaded.tokenizer, loaded.extractor
         self._target, self._max_context = target, max_context
         self._last: tuple[Any, Source] | None = None
         self._begin = self._start_token()
@@ -89,20 +97,20 @@ class SourceInputProcessor:
         """See ``InputProcessor``."""
         source = self._source(prompt)
         tokens = [self._begin]
-        if self._family.takes_audio:  # a tensor of features has neither
-            tokens = self._whisper(source, getattr(prompt, "language", None), getattr(prompt, "task", None))
+        if self.takes_audio:  # a tensor of features has neither
+            tokens = self.opening(source, getattr(prompt, "language", None), getattr(prompt, "task", None))
         if len(tokens) >= self._max_context:
             raise InputError(
                 f"the decoder begins with {len(tokens)} tokens, and its context holds {self._max_context} with at "
                 "least one new one; raise max_context"
             )
         last = min(len(tokens) + params.max_new_tokens, self._max_context)
-        processors = self._processors(len(tokens), last, source.inputs.get("input_ids"), no_end=params.ignore_eos)
-        params = with_ids(params, self._tokenizer)
+        processors = self.processors(len(tokens), last, source.inputs.get("input_ids"), no_end=params.ignore_eos)
+        params = with_ids(params, self.tokenizer)
         params = replace(params, logits_processors=(*processors, *params.logits_processors))
         return TokenizedPrompt(tokens, params, source)
 
-    def _processors(self, begin: int, last: int, source: Tensor | None, *, no_end: bool) -> list[LogitsProcessor]:
+    def processors(self, begin: int, last: int, source: Tensor | None, *, no_end: bool) -> list[LogitsProcessor]:
         """Those that transformers' ``generate`` makes of the generation settings, without sampling and guidance.
 
         Args:
@@ -111,7 +119,7 @@ class SourceInputProcessor:
             source: (1, n) the encoder's tokens; None: it has none.
             no_end: end tokens do not end the text, so that none is forced or suppressed.
         """
-        settings, end = copy.copy(self._settings), self._settings.eos_token_id
+        settings, end = copy.copy(self.settings), self.settings.eos_token_id
         left_out = ["guidance_scale", "watermarking_config", "renormalize_logits"]
         if source is None:
             left_out += ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"]
@@ -134,7 +142,7 @@ class SourceInputProcessor:
             known, source = self._last
             if known is key or (isinstance(key, str | tuple) and type(known) is type(key) and known == key):
                 return source
-        source = self._sound(prompt) if self._family.takes_audio else self._text(prompt)
+        source = self._sound(prompt) if self.takes_audio else self._text(prompt)
         self._last = (key, source)
         return source
 
@@ -144,7 +152,7 @@ class SourceInputProcessor:
                 f"the prompt is a sound, and the model ({self._config.model_type}) reads text; give a text, or a list "
                 "of token ids, or load a speech model (whisper)"
             )
-        tokens = prompt_tokens(prompt, self._tokenizer, int(self._config.vocab_size), 1 << 30)
+        tokens = prompt_tokens(prompt, self.tokenizer, int(self._config.vocab_size), 1 << 30)
         if self._limit is not None and len(tokens) > self._limit:
             raise InputError(
                 f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; "
@@ -153,10 +161,9 @@ class SourceInputProcessor:
         return token_source(tokens, self._config, self._target.vocab_size)
 
     def _sound(self, prompt: Any) -> Source:
-        assert self._limit is not None
-        mels, frames = int(self._config.num_mel_bins), 2 * self._limit  # the encoder's second convolution halves them
+        mels, frames = int(self._config.num_mel_bins), self.frames
         if isinstance(prompt, Audio):
-            features = hear(prompt, self._extractor, frames).features
+            features = hear(prompt, self.extractor, frames).features
         elif isinstance(prompt, Heard):
             features = prompt.features
         elif isinstance(prompt, Tensor):
@@ -171,12 +178,12 @@ class SourceInputProcessor:
                 f"the features have the shape {tuple(features.shape)} ({features.dtype}); the model's encoder takes "
                 f"floats of ({mels}, {frames}): make them with its own feature extractor, or give a sakiyomi.Audio"
             )
-        return Source({"input_features": features}, self._limit)
+        return Source({"input_features": features}, frames // 2)
 
     # ------------------------------------------------------------ the decoder's first tokens
 
     def _start_token(self) -> int:
-        for settings in (self._settings, self._config):
+        for settings in (self.settings, self._config):
             for name in ("decoder_start_token_id", "bos_token_id"):
                 token = getattr(settings, name, None)
                 if token is not None:
@@ -186,9 +193,19 @@ class SourceInputProcessor:
             "generation_config.json"
         )
 
-    def _whisper(self, source: Source, language: str | None, task: str | None) -> list[int]:
-        """The tokens for start, language, task and no timestamps, in the order of transformers' whisper."""
-        settings = self._settings
+    def opening(self, source: Source, language: str | None, task: str | None, *, timestamps: bool = False) -> list[int]:
+        """The tokens for start, language, task and no timestamps, in the order of transformers' whisper.
+
+        Args:
+            source: the language is detected from, if it is not known.
+            language: name or code; None: the model's setting, else the detected one.
+            task: "transcribe" or "translate"; None: the model's setting.
+            timestamps: may be written.
+
+        Raises:
+            InputError: the model does not know the language or the task.
+        """
+        settings = self.settings
         languages: dict[str, int] = getattr(settings, "lang_to_id", None) or {}
         tasks: dict[str, int] = getattr(settings, "task_to_id", None) or {}
         given = language is not None or task is not None
@@ -224,8 +241,8 @@ class SourceInputProcessor:
         elif language is not None and tasks and not any(token in tasks.values() for token in tokens):
             tokens.append(tasks["transcribe"])
         silent = getattr(settings, "no_timestamps_token_id", None)
-        if silent is not None and tokens[-1] != silent:
-            tokens.append(silent)
+        if silent is not None:
+            tokens = [token for token in tokens if token != silent] + ([] if timestamps else [silent])
         return [token for token in tokens if token is not None]
 
 

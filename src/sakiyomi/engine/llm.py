@@ -25,6 +25,7 @@ from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.core.threads import govern_threads
+from sakiyomi.core.transcripts import TranscriptionParams
 from sakiyomi.drafters import Drafter, Proposer, make_drafter, parse_drafters
 from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.conversation import Conversation
@@ -79,6 +80,7 @@ class LLM:
     Attributes:
         profile: what ``sakiyomi tune`` found, if draft "auto" uses it; None: it found nothing, or ``draft`` is another.
         processor: makes tokens and numbers of images or sound; None: the model has none.
+        inputs: makes token ids, or sources of an encoder, of prompts.
 
     Raises:
         InputError, LoadError, UnsupportedError, MemoryLimitError: see ``errors``.
@@ -147,11 +149,12 @@ class LLM:
                 f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it{note}"
             )
         self.max_context = max_context or own
+        self.inputs = self._pool.input_processor(self.max_context)
         self.engine = Engine(
             self.target,
             self.draft,
             self.tokenizer,
-            inputs=self._pool.input_processor(self.max_context),
+            inputs=self.inputs,
             stop_ids=stop_tokens(loaded.model, loaded.tokenizer),
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
@@ -266,6 +269,31 @@ class LLM:
         """
         with self.conversation() as alone:
             yield from alone.stream(prompt, params, index=index)
+
+    def transcribe(
+        self,
+        sounds: Audio | str | os.PathLike[str] | Sequence[Audio | str | os.PathLike[str]],
+        params: TranscriptionParams | None = None,
+    ) -> Any:
+        """Transcribe a sound of any length, or a list of them, with a speech model; a list gives a list back, in order.
+
+        Args:
+            sounds: each an ``Audio``, or the path of a file.
+            params: for all of them; None for the defaults.
+
+        Returns:
+            A ``Transcript`` for each sound.
+
+        Raises:
+            UnsupportedError: the target is no speech model.
+            LoadError: a file cannot be read.
+            InputError: the model does not know the language or the task.
+        """
+        from sakiyomi.engine.transcription import Transcriber
+
+        alone = isinstance(sounds, Audio | str | os.PathLike)
+        found = Transcriber(self).transcribe_all([sounds] if alone else list(sounds), params)  # type: ignore[list-item, arg-type]
+        return found[0] if alone else found
 
     def prefix(self, text: str | Sequence[int]) -> Prefix:
         """Compute a beginning once, to save it and continue it many times: a document, a system prompt.

@@ -1,0 +1,296 @@
+"""Transcription of sounds of any length: windows of 30 seconds, timestamps, and further tries where a text is poor.
+
+As transformers' ``WhisperForConditionalGeneration.generate`` does it (Radford et al. 2022, arXiv 2212.04356, section
+4.5), with the windows of several sounds in one batch, and drafts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sakiyomi.cache.cross_attention import Source
+from sakiyomi.core.audio import Audio
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.outputs import Generation
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.transcripts import Segment, Transcript, TranscriptionParams
+from sakiyomi.engine.encoder_inputs import SourceInputProcessor
+from sakiyomi.engine.inputs import TokenizedPrompt
+from sakiyomi.engine.request import Request
+from sakiyomi.engine.transcription_rules import TimestampRules
+from sakiyomi.engine.transcription_windows import FRAMES, STEP, compression_ratio, cut
+from sakiyomi.model_executor.runner import first_logits
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.engine import Engine
+    from sakiyomi.engine.llm import LLM
+
+_COOL = 0.5
+"""A text of this temperature or more is no prompt for the next window."""
+
+
+class Transcriber:
+    """Transcribes sounds with a speech model.
+
+    Args:
+        llm: with a speech model (whisper) as its target.
+
+    Raises:
+        UnsupportedError: its target is another model, or has no feature extractor.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine, self.target = llm.engine, llm.target
+        inputs = llm.inputs
+        if not isinstance(inputs, SourceInputProcessor) or not inputs.takes_audio:
+            raise UnsupportedError(f"{llm.name!r} is no speech model; load one (whisper) to transcribe sounds")
+        if inputs.extractor is None:
+            raise UnsupportedError(
+                f"{llm.name!r} has no feature extractor (preprocessor_config.json), so that nothing can be made of a "
+                "sound; copy the file from the original model"
+            )
+        self.inputs, self.max_context = inputs, llm.max_context
+
+    def transcribe(
+        self, sound: Audio | str | os.PathLike[str], params: TranscriptionParams | None = None
+    ) -> Transcript:
+        """What is said in a sound.
+
+        Args:
+            sound: of any length, or the path of a file (``Audio.read``).
+            params: None for the defaults.
+
+        Raises:
+            LoadError: the file cannot be read.
+            InputError: the model does not know the language or the task.
+        """
+        return self.transcribe_all([sound], params)[0]
+
+    def transcribe_all(
+        self, sounds: Sequence[Audio | str | os.PathLike[str]], params: TranscriptionParams | None = None
+    ) -> list[Transcript]:
+        """What is said in several sounds, whose windows share passes; arguments and errors as of ``transcribe``."""
+        begun = [self.begin(sound, params) for sound in sounds]
+        found: list[list[Segment]] = [[] for _ in begun]
+        running: dict[int, Request] = {}
+        waiting = iter(range(len(begun)))
+        try:
+            while True:
+                for number in itertools.islice(waiting, self.target.cache.max_slots - len(running)):
+                    running[number] = begun[number].submit()
+                if not running:
+                    return [each.transcript(parts) for each, parts in zip(begun, found, strict=True)]
+                self._engine.step()
+                for number in [number for number, request in running.items() if request.over]:
+                    found[number] += begun[number].take(running.pop(number).generation())
+                    if not begun[number].over:
+                        running[number] = begun[number].submit()
+        finally:
+            for request in running.values():
+                self._engine.remove(request.id)
+
+    def segments(
+        self, sound: Audio | str | os.PathLike[str], params: TranscriptionParams | None = None
+    ) -> Iterator[Segment]:
+        """The segments of a sound, each as soon as its window is read; arguments and errors as of ``transcribe``."""
+        begun = self.begin(sound, params)
+        while not begun.over:
+            request = begun.submit()
+            yield from begun.take(self._engine.complete([request])[0])
+
+    def begin(self, sound: Audio | str | os.PathLike[str], params: TranscriptionParams | None = None) -> SoundInWork:
+        """A sound of which no window is read yet; arguments and errors as of ``transcribe``."""
+        if isinstance(sound, str | os.PathLike):
+            sound = Audio.read(sound)
+        if not isinstance(sound, Audio):
+            raise InputError(f"the sound is {sound!r:.60}; expected a sakiyomi.Audio, or the path of a file")
+        return SoundInWork(self._engine, self, sound, params or TranscriptionParams())
+
+
+class SoundInWork:
+    """A sound that is transcribed window by window: ``submit``, wait for the request, ``take``, until it is over.
+
+    Attributes:
+        language: code; None: the model knows one language.
+        seconds: length of the sound.
+        over: all of it is read.
+    """
+
+    def __init__(self, engine: Engine, transcriber: Transcriber, sound: Audio, params: TranscriptionParams) -> None:
+        self._engine, self._inputs, self._target = engine, transcriber.inputs, transcriber.target
+        self._max_context, self._params, self.seconds = transcriber.max_context, params, sound.seconds
+        settings = self._inputs.settings
+        self._window = int(self._inputs.frames)
+        self._features, self._end = _features(sound, self._inputs.extractor, self._window)
+        self._times = params.timestamps != "none" or self._features.shape[-1] > self._window
+        silent = getattr(settings, "no_timestamps_token_id", None)
+        if silent is None and self._times:
+            raise UnsupportedError(
+                "the model's generation_config.json has no no_timestamps_token_id, so that it knows no timestamps; "
+                "copy the file from the original model, or give timestamps='none' and at most 30 seconds"
+            )
+        self._silent = self._target.vocab_size if silent is None else int(silent)
+        self._hidden = frozenset(self._inputs.tokenizer.all_special_ids)
+        self._seek, self._tries, self._windows = 0, 0, 0
+        self._conditioned = params.condition_on_previous
+        self._prompt = _prompt_tokens(params.prompt, self._inputs.tokenizer, self._hidden)
+        self._before = list(self._prompt)
+        self._source = self._make_source()
+        self.task = sound.task or params.task
+        self._opening = self._open(sound.language or params.language)
+        self._no_speech = 0.0
+        self._request: TokenizedPrompt | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether all of the sound is read."""
+        return self._seek >= self._end
+
+    def submit(self) -> Request:
+        """Queue the request for the next window, or for another try of the same."""
+        if self._tries == 0:
+            self._source = self._source if self._seek == 0 else self._make_source()
+            self._request = self._make_request()
+        asked = self._request
+        assert asked is not None, "made in the first try"
+        params = SamplingParams(
+            max_new_tokens=asked.params.max_new_tokens,
+            logits_processors=asked.params.logits_processors,
+            temperature=self._params.temperatures[self._tries],
+            seed=self._params.seed,
+            logprobs=0,
+        )
+        prompt = TokenizedPrompt(asked.tokens, params, asked.source)
+        return self._engine.submit(prompt, key=(self._windows, self._tries), live=False)
+
+    def take(self, out: Generation) -> list[Segment]:
+        """The segments that a window's text brings; none if it is tried again, or if nothing is said in it."""
+        params, frames = self._params, min(self._features.shape[-1] - self._seek, self._window)
+        tokens, temperature = list(out.token_ids), params.temperatures[self._tries]
+        logprob = sum(entry.logprob or 0.0 for entry in out.trace) / max(1, len(out.trace))
+        if tokens and tokens[-1] in self._engine.stop_ids:
+            tokens.pop()
+        ratio = compression_ratio(self._text(tokens))
+        unlikely = params.logprob_threshold is not None and logprob < params.logprob_threshold
+        repeats = params.compression_ratio_threshold is not None and ratio > params.compression_ratio_threshold
+        silent = params.no_speech_threshold is not None and self._no_speech > params.no_speech_threshold
+        silent = silent and (unlikely or params.logprob_threshold is None)
+        if (unlikely or repeats) and not silent and self._tries + 1 < len(params.temperatures):
+            self._tries += 1
+            return []
+        offset, self._tries, self._windows = self._seek, 0, self._windows + 1
+        self._conditioned = params.condition_on_previous and temperature < _COOL
+        if silent:
+            self._seek += frames
+            return []
+        parts, step = cut(tokens, self._silent + 1, frames)
+        self._seek += step
+        found = []
+        for part in parts:
+            self._before += part.tokens
+            if text := self._text(part.tokens):
+                start, end = (min(self.seconds, (offset / FRAMES + at) * STEP) for at in (part.start, part.end))
+                own = tuple(token for token in part.tokens if self._is_text(token))
+                found.append(Segment(start, end, text, own, temperature, logprob, ratio, self._no_speech))
+        return found
+
+    def transcript(self, segments: Sequence[Segment]) -> Transcript:
+        """The whole, when it is over."""
+        return Transcript(tuple(segments), self.seconds, self.language, self.task)
+
+    # ------------------------------------------------------------ the request of a window
+
+    def _make_source(self) -> Source:
+        features = self._features[..., self._seek : self._seek + self._window]
+        padded = torch.nn.functional.pad(features, (0, self._window - features.shape[-1]))
+        return Source({"input_features": padded}, self._window // FRAMES)
+
+    def _open(self, language: str | None) -> list[int]:
+        """The tokens that each window's text begins with; says the language."""
+        settings = self._inputs.settings
+        known: dict[str, int] = getattr(settings, "lang_to_id", None) or {}
+        self.language = None
+        task: str | None = self.task
+        if not known or getattr(settings, "is_multilingual", True) is False:
+            if task != "transcribe" or (language or "en").lower() not in ("en", "english"):
+                raise InputError(
+                    f"language is {language!r} and task is {task!r}, and the model transcribes one language; leave "
+                    "both out, or load a multilingual model"
+                )
+            language = task = None
+        elif not getattr(settings, "task_to_id", None) and task == "transcribe":
+            task = None
+        tokens = self._inputs.opening(self._source, language, task, timestamps=self._times)
+        codes = {token: name.strip("<|>") for name, token in known.items()}
+        self.language = next((codes[token] for token in tokens if token in codes), None)
+        return tokens
+
+    def _make_request(self) -> TokenizedPrompt:
+        settings, context = self._inputs.settings, self._max_context
+        most = context // 2 - 1
+        before = self._before if self._conditioned else self._prompt
+        marker = getattr(settings, "prev_sot_token_id", None)
+        previous = [marker, *before[-most:]] if before and marker is not None else []
+        tokens = previous + self._opening
+        begin, length = len(tokens), settings.max_length or context
+        last = min(context, length + min(most, begin))
+        processors: list[Any] = [*self._inputs.processors(begin, last, None, no_end=False)]
+        if self._times:
+            end = settings.eos_token_id
+            first = getattr(settings, "max_initial_timestamp_index", None)
+            processors.append(TimestampRules(begin, self._silent, end[0] if isinstance(end, list) else end, first))
+        if self._silent <= self._target.vocab_size - 1:
+            chances = first_logits(self._target, self._source, tokens[: len(previous) + 1]).float().softmax(-1)
+            self._no_speech = float(chances[self._silent - 1])
+        params = SamplingParams(max_new_tokens=last - begin, logits_processors=processors)
+        return TokenizedPrompt(tokens, params, self._source)
+
+    # ------------------------------------------------------------ tokens and text
+
+    def _is_text(self, token: int) -> bool:
+        return token <= self._silent and token not in self._hidden
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        text: str = self._inputs.tokenizer.decode([token for token in tokens if self._is_text(token)])
+        return text
+
+
+def _features(sound: Audio, extractor: Any, window: int) -> tuple[Tensor, int]:
+    """Features of a sound, padded to a window at least, and how many of their frames are the sound's.
+
+    Args:
+        sound: of any length.
+        extractor: the model's feature extractor.
+        window: frames of a window.
+
+    Returns:
+        (1, mels, frames), and the number of frames.
+    """
+    rate, hop = int(extractor.sampling_rate), int(extractor.hop_length)
+    samples = sound.resampled(rate).samples
+    fits = len(samples) <= window * hop
+    padding: dict[str, Any] = {"padding": "max_length", "max_length": window * hop} if fits else {"padding": "longest"}
+    made = extractor(samples, sampling_rate=rate, return_tensors="pt", truncation=False, **padding)
+    return made["input_features"], max(1, len(samples) // hop)
+
+
+def _prompt_tokens(prompt: str | None, tokenizer: Any, special: frozenset[int]) -> list[int]:
+    """Tokens of the text that is taken for what was said before.
+
+    Raises:
+        InputError: it holds special tokens.
+    """
+    if not prompt or not prompt.strip():
+        return []
+    tokens: list[int] = list(tokenizer(f" {prompt.strip()}", add_special_tokens=False)["input_ids"])
+    if wrong := special.intersection(tokens):
+        raise InputError(
+            f"prompt has the special token {tokenizer.convert_ids_to_tokens(min(wrong))!r} in it; leave it out"
+        )
+    return tokens

@@ -1,0 +1,46 @@
+"""Which timestamps Whisper may write where, as a logits processor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class TimestampRules:
+    """Makes timestamps come in pairs and never go back, and prefers them where together they are most probable.
+
+    The rules are those of ``WhisperTimeStampLogitsProcessor`` (Radford et al. 2022, arXiv 2212.04356). A row is judged
+    by its history alone, so that rows of drafts have their own.
+
+    Args:
+        begin: number of tokens that the decoder begins with.
+        silent: token of no timestamps; that of 0.00 seconds follows it.
+        end: end token; what lies below it is text.
+        first: most steps of 0.02 seconds that the first timestamp may be; None: any.
+    """
+
+    def __init__(self, begin: int, silent: int, end: int, first: int | None) -> None:
+        self._begin, self._silent, self._zero, self._end, self._first = begin, silent, silent + 1, end, first
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (1, V) for a history (1, n); they are changed in place."""
+        row, zero = scores[0], self._zero
+        written = input_ids[0, self._begin :].tolist()
+        row[self._silent] = -torch.inf
+        if not written:
+            row[:zero] = -torch.inf
+            if self._first is not None:
+                row[zero + self._first + 1 :] = -torch.inf
+            return scores
+        after_time = written[-1] >= zero
+        paired = len(written) < 2 or written[-2] >= zero
+        if after_time and paired:
+            row[zero:] = -torch.inf
+        elif after_time:
+            row[: self._end] = -torch.inf
+        last = next((token for token in reversed(written) if token >= zero), None)
+        if last is not None:  # the second of a pair may be equal to the first
+            row[zero : last + (not after_time or paired)] = -torch.inf
+        if row[zero:].logsumexp(0) > row[:zero].max():
+            row[:zero] = -torch.inf
+        return scores
