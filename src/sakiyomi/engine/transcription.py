@@ -49,7 +49,7 @@ class Transcriber:
         self._engine, self.target = llm.engine, llm.target
         inputs = llm.inputs
         if not isinstance(inputs, SourceInputProcessor) or not inputs.takes_audio:
-            raise UnsupportedError(f"{llm.name!r} is no speech model; load one (whisper) to transcribe sounds")
+            raise UnsupportedError(f"{llm.name!r} reads text; load a speech model (whisper) to transcribe sounds")
         if inputs.extractor is None:
             raise UnsupportedError(
                 f"{llm.name!r} has no feature extractor (preprocessor_config.json), so that nothing can be made of a "
