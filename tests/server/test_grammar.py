@@ -14,6 +14,7 @@ import torch
 from openai import OpenAI
 from tokenizers import Tokenizer
 
+from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.text import TextStream
 from sakiyomi.model_executor.loading.recorded_tokenizer import KNOWN, RecordedTokenizer
 from sakiyomi.server.bodies import BodyReader
@@ -25,7 +26,7 @@ from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, listed_format, shown
 from server_toys import client, marked_tokenizer, running, toy_llm, web
 from tool_templates import form_of
-from toys import character_tokenizer, tiny_tokenizer
+from toys import character_tokenizer, tiny_llama, tiny_tokenizer
 
 SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
 SCHEMA: dict[str, Any] = {
@@ -130,13 +131,37 @@ def test_what_cannot_be_kept_to_is_refused(api: OpenAI, values: dict[str, Any], 
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_what_a_grammar_forces_is_drafted(temperature: float) -> None:
+    """The text stays the same, greedy and with a rule that draws the same numbers, in fewer passes."""
+    tokenizer = tiny_tokenizer()
+    llm = LLM((tiny_llama(vocab_size=320), tokenizer), "none", compile=False, strict=True)
+    grammars = Grammars(tokenizer, 320, [0])
+    schema = {"type": "object", "properties": {"a_long_name": {"enum": ["first choice", "second choice"]}}}
+    schema |= {"required": ["a_long_name"], "additionalProperties": False}
+    prompt = tokenizer("The fox")["input_ids"]
+    found = []
+    for forces in (True, False):
+        constraint = Constraint(grammars.of_schema(schema, "x"), len(prompt), tokenizer)
+        if not forces:
+            constraint.forced = lambda history: ()  # type: ignore[method-assign]
+        params = SamplingParams(
+            max_new_tokens=96, temperature=temperature, seed=3, acceptance="coupled" if temperature else "auto",
+            logits_processors=[constraint],  # type: ignore[list-item]
+        )  # fmt: skip
+        found.append(llm.generate([prompt], params)[0])
+    assert json.loads(found[0].text)["a_long_name"].endswith("choice")
+    assert found[0].token_ids == found[1].token_ids
+    assert found[1].stats.rounds == len(found[1].token_ids) - 1 > found[0].stats.rounds
+
+
 def test_a_constraint_follows_paths_back_and_forth() -> None:
     """Every row allows what a fresh matcher allows behind the same path, whatever was asked for before."""
     tokenizer = tiny_tokenizer()
     grammars = Grammars(tokenizer, 320, [0])
 
     def fresh() -> Constraint:
-        return Constraint(grammars.of_schema(SCHEMA, "x"), 2)
+        return Constraint(grammars.of_schema(SCHEMA, "x"), 2, tokenizer)
 
     ids = tokenizer('{"name": "fox", "age": 7, "kind": "fox"}')["input_ids"]
     wrong = tokenizer('{"name": 12')["input_ids"]

@@ -28,6 +28,7 @@ from sakiyomi.sampling.probs import leading
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 logger = logging.getLogger("sakiyomi")
+FORCED = 15  # most tokens that a grammar forces are drafted at a time: a model may spell the text otherwise
 SUDDEN = 1.5  # a round that takes this many times the one before is compared with what its passes usually take
 
 
@@ -40,7 +41,7 @@ class DraftBatch(NamedTuple):
         catching_up: seconds inside those over prompts, which are not counted above.
         passes: draft passes.
         asked: the drafter was asked, even if it proposed nothing.
-        repeats: requests repeat a given text, so that the round says nothing about the drafter.
+        repeats: what requests write was known, so that the round says nothing about the drafter.
     """
 
     drafts: list[Draft]
@@ -182,9 +183,12 @@ class SpeculationController:
 
         Args:
             requests: of the round.
-            depths: see ``depths``. A request that repeats a given text has the next tokens of that text as its draft.
+            depths: see ``depths``. A request whose next tokens are known without a drafter, from a given text or by a
+                grammar, has them as its draft.
         """
         drafter, drafted = self.drafter, DraftBatch([Draft.empty()] * len(requests))
+        known = [self._known(request) for request in requests]
+        depths = [depth if draft is None else 0 for draft, depth in zip(known, depths, strict=True)]
         if drafter is not None and any(depths):
             seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
             drafts = self._propose(drafter, requests, depths)
@@ -192,17 +196,26 @@ class SpeculationController:
             catching_up = drafter.prefill_seconds - catching_up
             seconds = drafter.forward_seconds - seconds - catching_up
             drafted = DraftBatch(drafts, seconds, catching_up, passes, asked=True)
-        if not any(request.repeats for request in requests):
+        if all(draft is None for draft in known):
             return drafted
-        found = zip(requests, drafted.drafts, strict=True)
-        drafts = [self._given(request) if request.repeats else draft for request, draft in found]
+        drafts = [other if draft is None else draft for draft, other in zip(known, drafted.drafts, strict=True)]
         return drafted._replace(drafts=drafts, repeats=True)
 
-    def _given(self, request: Request) -> Draft:
-        """The next tokens of a given text, as many as the largest size of a tested pass has rows for."""
-        begun = len(request.output)
+    def _known(self, request: Request) -> Draft | None:
+        """The next tokens of a given text, as many as the largest size of a tested pass has rows for, or those that a
+        grammar forces; None: the drafter is asked.
+        """
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
-        return Draft.chain(request.context.given[begun : begun + most], GIVEN)
+        if request.repeats:
+            begun = len(request.output)
+            return Draft.chain(request.context.given[begun : begun + most], GIVEN)
+        forced = request.sampler.forced
+        tokens = forced(request.tokens)[: min(most, FORCED)] if forced is not None else ()
+        if not tokens:
+            return None
+        with suppress(InputError):  # the acceptance rule takes other drafts only
+            return self._checked(Draft.chain(tokens, "grammar"), request)
+        return None
 
     def give_states(self, request: Request, output: PassOutput, first: int, path: Sequence[int]) -> None:
         """Give the drafter the hidden states that it asked for, of the tokens that a pass has committed.

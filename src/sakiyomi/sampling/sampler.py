@@ -6,7 +6,7 @@ temperature, top-k, top-p, min-p. Target and draft go through the same code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +56,7 @@ class Sampler:
         greedy: temperature 0: the distribution is the first largest logit.
         needs_history: whether some option reads the tokens before, so that ``process`` needs them.
         edits: whether ``process`` changes logits at all.
+        forced: of tokens so far, those that a processor leaves hardly another choice than; None: no processor knows.
 
     Raises:
         InputError: an option names a token that does not exist.
@@ -70,6 +71,8 @@ class Sampler:
         self._history = _History()
         self.needs_history = bool(self._processors)
         self.edits = self.needs_history or self._bias is not None
+        known = (getattr(each, "forced", None) for each in self._processors)
+        self.forced: Callable[[Sequence[int]], Sequence[int]] | None = next((each for each in known if each), None)
 
     def _make_bias(self) -> Tensor | None:
         chosen = dict(self.params.logit_bias or {})

@@ -391,7 +391,7 @@ class BodyReader:
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalties(body.frequency_penalty, body.presence_penalty, len(tokens)))
         if matcher is not None:
-            processors.append(Constraint(matcher.deep_copy(), len(tokens)))
+            processors.append(Constraint(matcher.deep_copy(), len(tokens), self._llm.tokenizer))
         return SamplingParams(
             max_new_tokens=limit,
             top_k=max(0, body.top_k),

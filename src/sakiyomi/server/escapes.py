@@ -174,6 +174,10 @@ class Matcher:
             result[token] = shape[token] and self._fits(text, rest, known)
         return result
 
+    def forced(self) -> bytes:
+        """What the text continues with, whatever is chosen; nothing inside an escape."""
+        return b"" if self._begun else bytes(self._parser.compute_ff_bytes())
+
     def _consume(self, token: int) -> bool:
         vocabulary, begun = self._vocabulary, self._begun
         text = vocabulary.tokens[token] if 0 <= token < len(vocabulary.tokens) else b""

@@ -27,6 +27,7 @@ LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
 # which would take what reads like a special token for that token.
 HEAD = '%llguidance {"no_forcing": true}\n'
 KEPT = 64  # compiled grammars
+BEFORE = 3  # tokens before a forced text that are encoded with it
 
 
 class Constraint:
@@ -39,10 +40,11 @@ class Constraint:
     Args:
         matcher: at the beginning of the text; used by this object alone.
         prompt: tokens of every history that precede the text.
+        tokenizer: of transformers.
     """
 
-    def __init__(self, matcher: Matcher, prompt: int) -> None:
-        self._matcher, self._prompt = matcher, prompt
+    def __init__(self, matcher: Matcher, prompt: int, tokenizer: Any) -> None:
+        self._matcher, self._prompt, self._tokenizer = matcher, prompt, tokenizer
         self._read: list[int] = []
 
     def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
@@ -61,6 +63,18 @@ class Constraint:
         scores[0, len(allowed) :] = -torch.inf
         scores[0, : len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
         return scores
+
+    def forced(self, history: Sequence[int]) -> Sequence[int]:
+        """Tokens for the text that the grammar leaves no choice about: a draft, since others may spell it, too."""
+        path = list(history[self._prompt :])
+        text = self._matcher.forced().decode(errors="ignore") if self._follow(path) else ""
+        if not text:
+            return ()
+        before = path[-BEFORE:]  # some tokenizers put a blank before a text
+        tokens = self._tokenizer.encode(self._tokenizer.decode(before) + text, add_special_tokens=False)
+        if tokens[: len(before)] == before:
+            return tokens[len(before) :]
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _follow(self, path: Sequence[int]) -> bool:
         """Move the matcher to the end of this path; False if the path breaks the grammar."""
