@@ -368,6 +368,53 @@ class TrainLococo(AnsweredConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainSpeech(RunConfig):
+    """Distil a draft for a speech model (whisper) from sounds; no transcripts are needed.
+
+    Attributes:
+        target: The speech model: folder in Hugging Face format, or hub id.
+        audio: Sound or video file, or folder of them. Repeat for more. Every eighth part of two minutes is held out.
+        layers: Decoder layers of the draft; they start as copies of the target's, evenly chosen. Encoder, embeddings
+            and head are the target's.
+        top: The target's likeliest tokens kept as labels of a position; their probabilities are scaled to a sum of 1.
+        greedy_weight: Weight of -log q(the transcript's token), added to the cross-entropy with the target's labels.
+        label_minutes: Maximum minutes for transcribing the sounds before the training; the rest of them is left out.
+        cache_gib: Disk space in GiB below OUT for transcripts and encoded sounds, about 3 MB for 30 seconds with a
+            large target; sounds that do not fit are left out.
+        eval_windows: Held-out windows of 30 seconds in the measurements.
+        valid: Held-out sound file, NAME=FILE; the acceptance is reported under the name. Repeatable; without it some of
+            the sounds are held back.
+        minutes: Training time in minutes of wall clock, without the time for transcribing.
+        row_tokens: Maximum tokens of a window's transcript; one only.
+        step_tokens: Tokens of one optimizer step, padding included: the windows of a step times ROW_TOKENS.
+        eval_minutes: The same between acceptance measurements.
+
+    Example: sakiyomi train speech --target whisper-small --audio recordings/ --out my-draft --minutes 30
+    """
+
+    loop: LoopOptions = field(
+        default=LoopOptions(
+            minutes=30.0, decay_share=0.5, row_tokens=(224,), step_tokens=224 * 16, eval_minutes=3.0, compile=False
+        )
+    )
+    target: str = setting("", needed="the speech model to draft for")
+    audio: tuple[str, ...] = setting((), needed="sound files, or folders of them")
+    layers: int = setting(1, least=1)
+    top: int = setting(64, least=1)
+    greedy_weight: float = setting(1.0, least=0)
+    label_minutes: float = setting(20.0, above=0)
+    cache_gib: float = setting(8.0, above=0)
+    eval_windows: int = setting(64, least=1)
+    adam: AdamOptions = field(default=AdamOptions())
+    machine: MachineOptions = field(default=MachineOptions())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_one_length()
+        require(self.loop.workers == 1, "workers", self.loop.workers, "1: this recipe trains in one process")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainDistillData(Settings):
     """Have a target write answers, the best training data for its drafts and heads.
 
@@ -461,6 +508,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "block": TrainBlock,
     "retaining": TrainRetaining,
     "lococo": TrainLococo,
+    "speech": TrainSpeech,
     "distill-data": TrainDistillData,
     "ngram": TrainNgram,
 }

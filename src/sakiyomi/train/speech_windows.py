@@ -1,0 +1,340 @@
+"""Windows of sounds with the transcripts of a speech model: what a draft of that model learns from.
+
+The target transcribes the sounds as it does for users (``engine.transcription``). A window's file holds the encoder's
+output, the decoder's tokens and the target's likeliest tokens at each of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sakiyomi.core.audio import Audio
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.progress import progress
+from sakiyomi.core.transcripts import TranscriptionParams
+from sakiyomi.engine.transcription import SoundInWork, Transcriber
+from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.data import TextSpec
+from sakiyomi.train.rows import Mixture, Shuffled
+
+ENDINGS = (
+    *(".wav", ".flac", ".mp3", ".m4a", ".m4b", ".aac", ".ogg", ".oga", ".opus", ".webm", ".wma", ".amr", ".au"),
+    *(".aif", ".aiff", ".avi", ".mkv", ".mov", ".mp4"),
+)
+"""Of the files that are read of a folder."""
+STRETCH = 4
+"""Windows of a stretch: so many are transcribed one after the other, with the text before each as its prompt."""
+TOGETHER = 8
+"""Stretches that are transcribed in one batch."""
+WIDTH_STEP = 32
+"""Rows are padded to a multiple of this."""
+TIMED = TranscriptionParams(temperatures=(0.0,))
+UNTIMED = TranscriptionParams(temperatures=(0.0,), timestamps="none")
+
+
+def sound_files(given: Sequence[str]) -> list[Path]:
+    """The sound files among files and folders, those of a folder in the order of their names.
+
+    Raises:
+        LoadError: one is not there.
+        InputError: a folder has none.
+    """
+    found: list[Path] = []
+    for path in map(Path, given):
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.suffix.lower() in ENDINGS)
+            if not inside:
+                raise InputError(f"the folder {str(path)!r} holds no sound file ({' '.join(ENDINGS)})")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise LoadError(f"there is no file or folder {str(path)!r}; check the path (relative to {Path.cwd()})")
+    return found
+
+
+def stretches(files: Iterable[Path], seconds: float, note: Callable[[str], None]) -> Iterator[Audio]:
+    """The sounds, cut at silences where they are longer than some windows.
+
+    Args:
+        files: those that cannot be read are left out, with a note.
+        seconds: of a window.
+        note: prints a line.
+    """
+    for file in files:
+        try:
+            sound = Audio.read(file)
+        except SakiyomiError as error:
+            note(f"left out: {error.message}")
+        else:
+            yield from sound.split(STRETCH * seconds, at_silences=True)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the target says of a window.
+
+    Attributes:
+        features: of the sound, (1, mels, frames).
+        tokens: of the decoder: those that it began with, then its own.
+        begin: number of the former.
+    """
+
+    features: Tensor
+    tokens: list[int]
+    begin: int
+
+
+def transcribe(transcriber: Transcriber, engine: Any, sounds: Sequence[Audio], *, timed: bool) -> Iterator[Heard]:
+    """Transcribe stretches greedily, in one batch.
+
+    Args:
+        transcriber: of the target.
+        engine: that runs it.
+        sounds: the stretches.
+        timed: with timestamps and with the text before as prompt; otherwise each window for itself.
+    """
+    window = window_seconds(transcriber)
+    parts = sounds if timed else [part for sound in sounds for part in sound.split(window, at_silences=True)]
+    begun = [SoundInWork(engine, transcriber, part, TIMED if timed else UNTIMED) for part in parts]
+    while waiting := [each for each in begun if not each.over]:
+        requests = [each.submit() for each in waiting]
+        for each, request, out in zip(waiting, requests, engine.complete(requests), strict=True):
+            each.take(out)
+            source, begin = request.context.source, request.prompt_tokens
+            assert source is not None, "it has an encoder"
+            yield Heard(source.inputs["input_features"], request.context.tokens[:begin] + out.token_ids, begin)
+
+
+def window_seconds(transcriber: Transcriber) -> float:
+    """Seconds of sound that the encoder takes."""
+    extractor = transcriber.inputs.extractor
+    return float(transcriber.inputs.frames * extractor.hop_length / extractor.sampling_rate)
+
+
+# ---------------------------------------------------------------- files of windows
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What is kept of a window.
+
+    Args:
+        model: the target, a transformers model.
+        top: likeliest tokens of a place.
+        greedy_weight: weight of the transcript's own token beside the target's distribution.
+        longest: most tokens of a transcript.
+        passes: "bf16", or "no" for float32.
+    """
+
+    model: Any
+    top: int
+    greedy_weight: float
+    longest: int
+    passes: str
+
+    @torch.no_grad()
+    def of(self, heard: Heard) -> dict[str, Tensor]:
+        """The file of a window.
+
+        Returns:
+            ``encoded`` (places, hidden) float16, the encoder's output; ``tokens`` (n,) int64, of the decoder;
+            ``ids`` (m, K) int32 and ``wanted`` (m, K) float16: tokens and probabilities that the draft learns for each
+            of the last m tokens. The probabilities are the target's, scaled to a sum of 1, and mixed with 1 for the
+            token of the transcript, in the proportion 1 to ``greedy_weight``.
+        """
+        model, tokens = self.model, torch.tensor(heard.tokens[: heard.begin + self.longest])
+        device = model.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.passes == "bf16"):
+            encoded = model.get_encoder()(heard.features.to(device, model.dtype)).last_hidden_state
+            hidden = model.get_decoder()(
+                input_ids=tokens[None, :-1].to(device), encoder_hidden_states=encoded, use_cache=False
+            ).last_hidden_state
+            logits = model.get_output_embeddings()(hidden[0, heard.begin - 1 :]).float().cpu()
+        probs, ids = logits.softmax(-1).topk(min(self.top, logits.shape[-1]))
+        own = tokens[heard.begin :, None]
+        # A rule of the model's, as for timestamps, may have forced a token that is not among the likeliest.
+        missing = ~(ids == own).any(1)
+        ids[missing, -1], probs[missing, -1] = own[missing, 0], 0.0
+        wanted = probs / probs.sum(1, keepdim=True) + self.greedy_weight * (ids == own)
+        return {
+            "encoded": encoded[0].to("cpu", torch.float16).contiguous(),
+            "tokens": tokens,
+            "ids": ids.int(),
+            "wanted": (wanted / (1 + self.greedy_weight)).half(),
+        }
+
+
+TRAIN, HELD_OUT = "train", "held_out"
+"""Names of sets of windows; held-out files that are given have names of their own."""
+EVERY = 8
+"""Of the stretches, one in so many is held out."""
+
+
+def in_sets(valid: Mapping[str, Iterable[Audio]], sounds: Iterable[Audio]) -> Iterator[tuple[str, Audio]]:
+    """Stretches with the names of their sets, held-out files first.
+
+    Args:
+        valid: stretches of held-out files, by name; without any, every eighth one of the others is held out, from the
+            second on.
+        sounds: the others.
+    """
+    for name, some in valid.items():
+        yield from ((name, sound) for sound in some)
+    for number, sound in enumerate(sounds):
+        yield (HELD_OUT if not valid and number % EVERY == 1 else TRAIN), sound
+
+
+class WindowFolder:
+    """Files of windows, a folder for each set; they stay for a resumed run.
+
+    Args:
+        folder: of the sets.
+        limit_bytes: of the files that are added.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder, self._left = folder, limit_bytes
+        self._counts: Counter[str] = Counter()
+
+    def sets(self) -> dict[str, list[Path]]:
+        """Files of each set, in the order in which they were made."""
+        found: dict[str, list[Path]] = {}
+        for path in sorted(self.folder.glob("*/*.safetensors")):
+            found.setdefault(path.parent.name, []).append(path)
+        return found
+
+    def count(self, name: str) -> int:
+        """Windows that were added to a set."""
+        return self._counts[name]
+
+    def add(self, name: str, tensors: dict[str, Tensor]) -> bool:
+        """Write the next file of a set; False where there is no room for it."""
+        self._left -= sum(tensor.nbytes for tensor in tensors.values())
+        if self._left < 0:
+            return False
+        folder = self.folder / name
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, folder / f"{self._counts[name]:06}.safetensors")
+        self._counts[name] += 1
+        return True
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """Has the target transcribe stretches, and keeps their windows.
+
+    Args:
+        transcriber, engine: that transcribe.
+        labels: what is kept.
+        folder: where.
+        minutes: most time for all of it.
+        held_out: windows of a held-out set that are enough.
+    """
+
+    transcriber: Transcriber
+    engine: Any
+    labels: Labels
+    folder: WindowFolder
+    minutes: float
+    held_out: int
+
+    def run(self, sounds: Iterable[tuple[str, Audio]]) -> str:
+        """Transcribe until the sounds, the time or the room on the disk come to their end; says which.
+
+        Args:
+            sounds: stretches with the names of their sets. Of each set, every second one is transcribed with
+                timestamps.
+        """
+        began, numbers, waiting = time.monotonic(), Counter[str](), defaultdict[tuple[str, bool], list[Audio]](list)
+        ended = ""
+        with progress("the target transcribes the sounds") as status:
+            for name, sound in sounds:
+                if name != TRAIN and self.folder.count(name) >= self.held_out:
+                    continue
+                key = name, numbers[name] % 2 == 0
+                numbers[name] += 1
+                waiting[key].append(sound)
+                if len(waiting[key]) == TOGETHER and not self._keep(*key, waiting.pop(key)):
+                    ended = "--cache-gib is used up"
+                elif time.monotonic() - began > 60 * self.minutes:
+                    ended = "--label-minutes are over"
+                if ended:
+                    break
+                status.update(f"the target transcribes the sounds: {sum(numbers.values())} parts")
+            for key, some in waiting.items():
+                if not ended or not self.folder.count(key[0]):  # no set stays empty
+                    self._keep(*key, some)
+        return ended or "all sounds are read"
+
+    def _keep(self, name: str, timed: bool, sounds: Sequence[Audio]) -> bool:
+        """Transcribe stretches of a set; False where there is no room."""
+        heard = transcribe(self.transcriber, self.engine, sounds, timed=timed)
+        return all(self.folder.add(name, self.labels.of(each)) for each in heard)
+
+
+# ---------------------------------------------------------------- batches
+
+
+class WindowRows(Mixture):
+    """Batches of windows, read from their files when they are needed.
+
+    Args:
+        windows: files to learn from.
+        fill: token of the places behind a transcript.
+        seed: of their order.
+    """
+
+    SOURCE = TextSpec(Path("windows"), 1.0, 1.0)
+
+    def __init__(self, windows: Sequence[Path], fill: int, seed: int) -> None:
+        super().__init__([Shuffled(windows, seed=seed, key=0)], [self.SOURCE], seed)
+        self._fill = fill
+
+    def joined(self, rows: list[Any]) -> Any:
+        """See ``Mixture`` and ``batch_of``."""
+        return batch_of(rows, self._fill)
+
+    def part(self, batch: Any, rows: slice) -> Any:
+        """See ``Mixture``; there is one process."""
+        return batch
+
+
+def batch_of(files: Sequence[Path], fill: int) -> dict[str, Any]:
+    """Windows as a batch of arrays.
+
+    Args:
+        files: of the windows.
+        fill: token of the places behind a transcript.
+
+    Returns:
+        ``encoded`` (B, places, hidden); ``inputs`` (B, T), token ids that the decoder reads; ``known`` (B, T), True
+        where the next token is learnt; ``labels`` (N,), these tokens, one window behind the other; ``ids`` and
+        ``wanted`` (N, K), see ``Labels``.
+    """
+    windows = [load_file(file) for file in files]
+    width = -(-max(len(window["tokens"]) - 1 for window in windows) // WIDTH_STEP) * WIDTH_STEP
+    inputs, known = np.full((len(windows), width), fill, np.int64), np.zeros((len(windows), width), np.bool_)
+    for row, window in enumerate(windows):
+        last = len(window["tokens"]) - 1
+        inputs[row, :last], known[row, last - len(window["ids"]) : last] = window["tokens"][:-1], True
+    return {
+        "encoded": np.stack([window["encoded"] for window in windows]),
+        "inputs": inputs,
+        "known": known,
+        "labels": np.concatenate([window["tokens"][-len(window["ids"]) :] for window in windows]),
+        "ids": np.concatenate([window["ids"] for window in windows]).astype(np.int64),
+        "wanted": np.concatenate([window["wanted"] for window in windows]),
+    }
