@@ -1,130 +1,124 @@
-"""Texts of sounds over HTTP: those of the library, by the real client, whole and streamed, long ones in parts."""
+"""Texts of sounds over HTTP: those of the library, by the real client, in every form, whole and streamed."""
 
 from __future__ import annotations
 
-import copy
+import asyncio
+import functools
 import io
+import json
 import threading
-import wave
+import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from transformers import WhisperFeatureExtractor
 
-from sakiyomi import LLM, SamplingParams
+from sakiyomi import LLM
 from sakiyomi.core.audio import Audio
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.errors import DivergedError, UnsupportedError
+from sakiyomi.core.subtitles import WRITERS, verbose, words
+from sakiyomi.core.transcripts import Transcript, TranscriptionParams
+from sakiyomi.engine.transcription import Transcriber
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
-from sakiyomi.server.transcriptions import read_form
-from seq2seq_toys import MELS, TOKENIZER, model_of
+from sakiyomi.server.metrics import Metrics
+from sakiyomi.server.relay import Relay, Sent
+from sakiyomi.server.transcriptions import Hearing, Transcription, TranscriptionForm, read_form
+from sakiyomi.server.worker import Worker
+from seq2seq_toys import TOKENIZER, model_of
 from server_toys import client, running, web
+from speech_toys import noise, speech_llm, wav
 
-RATE, HOP = 16000, 160
-LANGUAGES = {"<|en|>": 40, "<|fr|>": 41}
-SETTINGS: dict[str, Any] = {"lang_to_id": LANGUAGES, "is_multilingual": True, "no_timestamps_token_id": 55}
-SETTINGS["task_to_id"] = {"transcribe": 50, "translate": 51}
-
-
-class Processor:
-    """A tokenizer and a feature extractor in one, whose window is a second."""
-
-    def __init__(self) -> None:
-        self.tokenizer, self.decode = TOKENIZER, TOKENIZER.decode
-        self.feature_extractor = WhisperFeatureExtractor(
-            feature_size=MELS, sampling_rate=RATE, hop_length=HOP, chunk_length=1, n_fft=400
-        )
+WARM = {"temperature": "0.01", "seed": "3"}
+"""One temperature, as texts of random weights are poor and would be tried again."""
 
 
-def llm_of(draft: str = "early-exit:1", name: str = "whisper", **options: Any) -> LLM:
-    model = copy.deepcopy(model_of(name))
-    for key, value in SETTINGS.items():
-        setattr(model.generation_config, key, value)
-    return LLM((model, Processor() if name == "whisper" else TOKENIZER), draft, compile=False, **options)
-
-
-def sound(seconds: float, hertz: float = 300.0, *, language: str | None = None, task: str | None = None) -> Audio:
-    """Tones with pauses: cut at silences, parts differ."""
-    times = np.arange(int(seconds * RATE)) / RATE
-    samples = np.sin(2 * np.pi * hertz * (1 + np.floor(times)) * times) * (times % 1 < 0.7)
-    return Audio((0.5 * samples).astype(np.float32), RATE, language, task)
-
-
-def file_of(audio: Audio) -> bytes:
-    found = io.BytesIO()
-    with wave.open(found, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(audio.sampling_rate)
-        file.writeframes((audio.samples * 32767).astype("<i2").tobytes())
-    return found.getvalue()
-
-
-def wanted(llm: LLM, audio: Audio) -> list[str]:
-    """The library's texts of the parts of what is in the file."""
-    read = Audio.read(io.BytesIO(file_of(audio)), language=audio.language, task=audio.task)
-    done = llm.generate(read.split(1.0, at_silences=True), SamplingParams(max_new_tokens=1 << 20))
-    return [out.text for out in done]
+def wanted(llm: LLM, audio: Audio, **params: Any) -> Transcript:
+    """The library's transcript of what is in the file."""
+    asked = TranscriptionParams(**({"timestamps": "none", "seed": 3, "temperatures": (0.01,)} | params))
+    found: Transcript = llm.transcribe(Audio.read(io.BytesIO(wav(audio))), asked)
+    return found
 
 
 @pytest.fixture(scope="module")
 def own() -> LLM:
-    return llm_of("none")
+    return speech_llm()
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    with running(llm_of(max_batch=2)) as (_, url):
+    with running(speech_llm("early-exit:1", max_batch=2)) as (_, url):
         yield url
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seconds", [0.6, 3.4])
+@pytest.mark.parametrize("seconds", [0.8, 3.4])
 def test_a_client_gets_the_librarys_text(site: str, own: LLM, seconds: float) -> None:
-    api, audio = client(site), sound(seconds)
-    parts = wanted(own, audio)
-    assert (len(parts) > 1) == (seconds > 1)
-    text = "".join(parts).strip()
-    send = ("speech.wav", file_of(audio))
-    assert api.audio.transcriptions.create(model="toy", file=send).text == text
-    plain = api.audio.transcriptions.create(model="toy", file=send, response_format="text")
-    assert plain == text + "\n"
-    whole = api.audio.transcriptions.create(
-        model="toy", file=send, response_format="verbose_json", timestamp_granularities=["segment"]
-    )
-    assert whole.text == text and whole.duration == pytest.approx(audio.seconds, abs=0.01)
-    assert [part.text for part in whole.segments or ()] == parts
-    ends = [(part.start, part.end) for part in whole.segments or ()]
-    assert ends[0][0] == 0 and ends[-1][1] == whole.duration and [a[1] for a in ends[:-1]] == [b[0] for b in ends[1:]]
-    events = list(api.audio.transcriptions.create(model="toy", file=send, stream=True))
-    assert "".join(event.delta for event in events[:-1]).strip() == text == events[-1].text
+    api, audio = client(site), noise(seconds)
+    create, send = api.audio.transcriptions.create, {"model": "toy", "file": ("speech.wav", wav(audio))}
+    send |= {"temperature": 0.01, "extra_body": {"seed": 3}}
+    plain, timed = wanted(own, audio), wanted(own, audio, timestamps="segment")
+    assert len(timed.segments) > (seconds > 1)
+    assert create(**send).text == plain.text
+    assert create(**send, response_format="text") == plain.text + "\n"
+    for name in ("srt", "vtt"):
+        assert create(**send, response_format=name) == WRITERS[name](timed)
+    whole = create(**send, response_format="verbose_json", timestamp_granularities=["segment"]).to_dict()
+    assert whole.pop("usage") == {"type": "duration", "seconds": round(audio.seconds, 2)}
+    assert whole == json.loads(json.dumps(verbose(timed)))
+    events = list(create(**send, stream=True))
+    assert "".join(event.delta for event in events[:-1]).strip() == plain.text == events[-1].text
     assert {event.type for event in events[:-1]} == {"transcript.text.delta"}
+    *events, last = create(**send, stream=True, response_format="verbose_json")
+    assert [event.delta for event in events[::2]] == [segment.text for segment in timed.segments]
+    assert [event.type for event in events[1::2]] == ["transcript.text.segment"] * len(timed.segments)
+    assert [event.end for event in events[1::2]] == [one["end"] for one in whole["segments"]]
+    assert last.to_dict()["segments"] == whole["segments"]
 
 
 @pytest.mark.thorough
-def test_language_and_task_are_those_that_were_asked_for(site: str, own: LLM) -> None:
-    api, send = client(site), ("a.wav", file_of(sound(0.5)))
-    for language in ("fr", "en"):
-        reply = api.audio.transcriptions.create(model="toy", file=send, language=language)
-        assert reply.text == wanted(own, sound(0.5, language=language))[0].strip()
-    # The client's own function says that it is deprecated.
-    reply = web.post(f"{site}/v1/audio/translations", files={"file": send}, timeout=60)
-    assert reply.json()["text"] == wanted(own, sound(0.5, task="translate"))[0].strip()
+def test_words_come_where_they_are_asked_for(site: str, own: LLM) -> None:
+    audio = noise(0.6)
+    fields = {"response_format": "verbose_json", "timestamp_granularities[]": ["word"], **WARM}
+    files = {"file": ("a.wav", wav(audio))}
+    found = web.post(f"{site}/v1/audio/transcriptions", data=fields, files=files).json()
+    timed = wanted(own, audio, timestamps="word")
+    assert len(found["words"]) > 1
+    assert found["words"] == words(timed) and "segments" not in found and found["text"] == timed.text
+    fields["timestamp_granularities[]"] = ["word", "segment"]
+    both = web.post(f"{site}/v1/audio/transcriptions", data=fields, files=files).json()
+    assert both["words"] == found["words"] and [one["text"] for one in both["segments"]] == [
+        segment.text for segment in timed.segments
+    ]
+    assert all("words" not in segment for segment in both["segments"])
+
+
+@pytest.mark.thorough
+def test_the_form_says_how(site: str, own: LLM) -> None:
+    send = {"file": ("a.wav", wav(noise(0.5)))}
+    texts = set()
+    for path, fields, params in (
+        ("transcriptions", {"language": "fr"}, {"language": "fr"}),
+        ("transcriptions", {"language": "english"}, {"language": "en"}),
+        ("transcriptions", {"temperature": "0.9"}, {"temperatures": (0.9,)}),
+        ("translations", {}, {"task": "translate"}),
+    ):
+        reply = web.post(f"{site}/v1/audio/{path}", data=WARM | fields, files=send)
+        texts.add(reply.json()["text"])
+        assert reply.json()["text"] == wanted(own, noise(0.5), **params).text, (path, fields)
+    assert len(texts) > 2
 
 
 @pytest.mark.thorough
 def test_many_at_once_do_not_disturb_each_other(site: str, own: LLM) -> None:
-    """Features are made in several threads, languages heard between rounds."""
-    sounds = [sound(0.4 + 0.3 * i, 200.0 + 90 * i) for i in range(6)]
-    expected = ["".join(wanted(own, audio)).strip() for audio in sounds]
+    sounds = [noise(0.4 + 0.3 * i, i) for i in range(6)]
+    expected = [wanted(own, audio).text for audio in sounds]
     found: dict[int, str] = {}
 
     def ask(i: int) -> None:
-        files = {"file": ("a.wav", file_of(sounds[i]))}
-        found[i] = web.post(f"{site}/v1/audio/transcriptions", files=files, timeout=120).json()["text"]
+        files = {"file": ("a.wav", wav(sounds[i]))}
+        found[i] = web.post(f"{site}/v1/audio/transcriptions", data=WARM, files=files, timeout=120).json()["text"]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
     for thread in threads:
@@ -134,15 +128,67 @@ def test_many_at_once_do_not_disturb_each_other(site: str, own: LLM) -> None:
     assert [found[i] for i in range(6)] == expected and len(set(expected)) > 1
 
 
+def test_a_sound_with_many_windows_needs_one_place(own: LLM) -> None:
+    """Its windows follow from each other; only the first one asks whether there is room."""
+    audio = noise(3.4)
+    with running(speech_llm(max_batch=1), max_queue=0) as (server, url):
+        files = {"file": ("a.wav", wav(audio))}
+        reply = web.post(f"{url}/v1/audio/transcriptions", data=WARM, files=files)
+        assert reply.json()["text"] == wanted(own, audio).text
+        assert server.worker.load == 0
+
+
+def test_a_client_that_leaves_ends_its_noise() -> None:
+    audio = noise(30.0)
+    with running(speech_llm(max_batch=1)) as (server, url):
+        files = {"file": ("a.wav", wav(audio))}
+        with web.stream("POST", f"{url}/v1/audio/transcriptions", data={"stream": "true"}, files=files) as reply:
+            next(reply.iter_lines())
+            assert server.worker.load == 1
+        until = time.monotonic() + 20
+        while server.worker.load and time.monotonic() < until:
+            time.sleep(0.01)
+        assert server.worker.load == 0
+        short = web.post(f"{url}/v1/audio/transcriptions", files={"file": ("a.wav", wav(noise(0.3)))})
+        assert short.status_code == 200
+
+
+def test_another_server_continues_a_stream(own: LLM) -> None:
+    """It sends neither a segment again, nor a text after which other words were sent."""
+    audio = noise(3.4)
+    params = TranscriptionParams(temperatures=(0.01,), seed=3)
+    segments = own.transcribe(audio, params).segments
+    asked = Transcription(TranscriptionForm(response_format="verbose_json"), b"", params)
+
+    async def sent(given: list[Sent]) -> list[str]:
+        worker = Worker(own.engine, max_queue=1, reuse=False, metrics=Metrics("toy", None))
+        worker.start()
+        begin = functools.partial(Transcriber(own).begin, audio, params)
+        try:
+            found = [data.decode() async for data in Hearing(worker, begin, "").events(asked, Relay(given=given))]
+        finally:
+            worker.stop()
+            worker.join(10)
+        return found
+
+    given = [Sent(0, segment.tokens, False) for segment in segments]
+    whole = asyncio.run(sent([]))
+    assert len(whole) == len(segments) + 1 > 3
+    assert asyncio.run(sent(given[:2])) == whole[2:]
+    with pytest.raises(DivergedError, match="segment 1 is"):
+        asyncio.run(sent([given[0], Sent(0, (1, 2, 3), False)]))
+
+
 @pytest.mark.parametrize(
     ("fields", "data", "words", "param"),
     [
         ({}, b"no sound", "is no sound file that can be read", "file"),
-        ({}, b"", "is no sound file that can be read", "file"),
+        ({}, b"", "it is empty", "file"),
         ({"language": "klingon"}, None, "the model knows en, fr", None),
-        ({"response_format": "srt"}, None, "response_format", "response_format"),
+        ({"response_format": "lrc"}, None, "response_format", "response_format"),
         ({"temperature": "hot"}, None, "temperature", "temperature"),
-        ({"prompt": "Dear"}, None, "prompt", "prompt"),
+        ({"length": "9"}, None, "length", "length"),
+        ({"timestamp_granularities[]": "word"}, None, "ask for verbose_json", "timestamp_granularities"),
         ({"model": "other"}, None, "there is no model 'other'", "model"),
         ({"stream": "true", "response_format": "text"}, None, "leave response_format out", "response_format"),
     ],
@@ -150,7 +196,7 @@ def test_many_at_once_do_not_disturb_each_other(site: str, own: LLM) -> None:
 def test_what_cannot_be_met_is_refused(
     site: str, fields: dict[str, str], data: bytes | None, words: str, param: str | None
 ) -> None:
-    files = {"file": ("a.wav", file_of(sound(0.2)) if data is None else data)}
+    files = {"file": ("a.wav", wav(noise(0.2)) if data is None else data)}
     reply = web.post(f"{site}/v1/audio/transcriptions", data=fields, files=files, timeout=60)
     assert reply.status_code in (400, 404), reply.text
     assert words in reply.json()["error"]["message"] and reply.json()["error"]["param"] == param
@@ -169,10 +215,10 @@ def test_other_paths_name_the_right_one(site: str) -> None:
 
 
 def test_a_sound_that_is_too_long_is_refused_by_its_header() -> None:
-    with running(llm_of("none", max_batch=1), max_audio_seconds=2.0) as (_, url):
-        files = {"file": ("a.wav", file_of(sound(3.0)))}
+    with running(speech_llm(max_batch=1), max_audio_seconds=2.0) as (_, url):
+        files = {"file": ("a.wav", wav(noise(3.0)))}
         reply = web.post(f"{url}/v1/audio/transcriptions", files=files)
-        assert reply.status_code == 400 and "this server takes 2 s" in reply.text
+        assert reply.status_code == 400 and "longer than 2 s" in reply.text
 
 
 def test_models_that_read_texts_are_no_speech_models() -> None:
@@ -182,7 +228,7 @@ def test_models_that_read_texts_are_no_speech_models() -> None:
         reply = web.post(f"{url}/v1/audio/transcriptions", files={"file": ("a.wav", b"x")})
         assert reply.status_code == 400 and "is no speech model" in reply.text
     with pytest.raises(UnsupportedError, match="an encoder that reads text"):
-        Server(llm_of("none", "bart"), ServerConfig())
+        Server(LLM((model_of("bart"), TOKENIZER), "none", compile=False), ServerConfig())
 
 
 def test_forms() -> None:

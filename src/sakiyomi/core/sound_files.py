@@ -30,6 +30,7 @@ SECONDS = 600
 FULL_RATE = 48000 * 2
 """Samples per second of all channels above which a sound counts as longer than its seconds: it takes more memory."""
 _SPEECH_RATE = 16000  # of every speech model
+_UNIT = np.float32(2**-15)  # a sample of 16 bits
 _KINDS = (
     "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,w64,wav"
 )
@@ -158,7 +159,7 @@ def _ffmpeg(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, in
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].replace(f"file:{path}: ", "") if lines else f"exit code {done.returncode}, no samples"
         raise _OtherKindError(f"ffmpeg: {last.strip()}")
-    samples = np.frombuffer(done.stdout, "<i2").astype(np.float32) / 2**15
+    samples = np.frombuffer(done.stdout, "<i2") * _UNIT
     _check_length(source, len(samples) / _SPEECH_RATE, longest)
     return samples.reshape(-1, 1), _SPEECH_RATE
 
@@ -198,5 +199,5 @@ def _pyav(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]
     except av.FFmpegError as error:
         if not parts:  # else the file is cut off
             raise _OtherKindError(f"PyAV: {error.strerror}") from None
-    samples = np.concatenate(parts or [np.zeros(0, np.int16)]).astype(np.float32) / 2**15
+    samples = np.concatenate(parts or [np.zeros(0, np.int16)]) * _UNIT
     return samples.reshape(-1, 1), _SPEECH_RATE

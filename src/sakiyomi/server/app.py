@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from sakiyomi.core.tokens import TokenNames
+from sakiyomi.core.transcripts import Task
+from sakiyomi.engine.transcription import Transcriber
 from sakiyomi.server import errors
 from sakiyomi.server.bodies import BodyReader, is_long
 from sakiyomi.server.config import ServerConfig
@@ -38,8 +41,8 @@ from sakiyomi.server.schema import (
     EmbeddingsRequest,
     TokenizeRequest,
 )
-from sakiyomi.server.stream import EventStream, unless_gone
-from sakiyomi.server.transcriptions import TranscriptionStyle, heard, read_transcription, sound_jobs, spoken
+from sakiyomi.server.stream import EventStream, event, unless_gone
+from sakiyomi.server.transcriptions import Hearing, read_transcription
 from sakiyomi.server.worker import Worker
 
 if TYPE_CHECKING:
@@ -79,6 +82,8 @@ class Server:
         self.worker = Worker(
             llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics, events=self.events
         )
+        if self.bodies.hears:
+            self.transcriber = Transcriber(llm)
         self.began = int(time.time())
         least = IMAGES_BYTES if self.bodies.blind is None or self.bodies.hears else BODY_BYTES
         self.max_body = config.max_body or max(least, TOKEN_BYTES * llm.max_context)
@@ -186,23 +191,50 @@ class Server:
         """The text of a sound."""
         if not self.bodies.hears:
             raise errors.unsupported(f"{self.name!r} is no speech model; it writes at /v1/completions")
-        task = "translate" if request.url.path.endswith("translations") else "transcribe"
-        asked = read_transcription(body, request.headers.get("content-type", ""), task)
         loop = asyncio.get_running_loop()
-        parts = await loop.run_in_executor(self._long, heard, self.llm, asked, self.config.max_audio_seconds)
-        jobs: list[Job] = []
+        until = loop.time() + self.config.request_timeout
+        task: Task = "translate" if request.url.path.endswith("translations") else "transcribe"
+        asked = read_transcription(body, request.headers.get("content-type", ""), task)
+        self.bodies.check_model(asked.form.model)
+        rate = int(self.transcriber.inputs.extractor.sampling_rate)
+        sound = await loop.run_in_executor(self._long, asked.sound, self.config.max_audio_seconds, rate)
+        relay: Relay = getattr(request.state, "relay", None) or Relay(records=False)
+        params = replace(asked.params, seed=relay.seed if asked.params.seed is None else asked.params.seed)
+        begin = functools.partial(self.transcriber.begin, sound, params)
+        hearing, told = Hearing(self.worker, begin, request.state.client), request.state.log
 
-        def read(body: CompletionRequest) -> list[Job]:
-            jobs.extend(sound_jobs(self.bodies, self.llm.max_context, [part for _, part in parts], body))
-            return jobs
+        def close() -> None:
+            hearing.close()
+            told["sound_seconds"] = round(sound.seconds, 2)
+            if self.config.log_prompts:
+                told["reply"] = "".join(segment.text for segment in hearing.found)
+            self._tell(told, hearing.jobs)
 
-        style = functools.partial(
-            TranscriptionStyle,
-            asked=asked,
-            seconds=[seconds for seconds, _ in parts],
-            spoken=lambda: spoken(jobs, self.llm.tokenizer),
-        )
-        return await self._answer(request, asked.asked(), read, style)
+        if asked.form.stream:
+            events = self._told(hearing.events(asked, relay), until)
+            return EventStream(events, close, self.config.request_timeout + GRACE)
+        try:
+            transcript = await unless_gone(hearing.whole(), request.receive, until - loop.time())
+        except TimeoutError:
+            raise self._too_late() from None
+        finally:
+            close()
+        found = asked.reply(transcript)
+        return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
+
+    async def _told(self, events: AsyncIterator[bytes], until: float) -> AsyncIterator[bytes]:
+        """Events of a sound, the last one an error's where there is one; one before the first event is raised."""
+        begun = False
+        try:
+            async with asyncio.timeout_at(until):
+                async for data in events:
+                    begun = True
+                    yield data
+        except Exception as error:
+            found = self._failure(error)
+            if not begun:
+                raise found from error
+            yield event(found.body)
 
     async def _steps(self, call: Call, relay: Relay) -> AsyncIterator[tuple[Piece, Sent, bool]]:
         """The tokens that each round added to a choice, and whether the client does not have them yet.
@@ -253,12 +285,17 @@ class Server:
             relay.add(Sent(-1, (), True))
             yield b"".join(style.end(usage(call.jobs)))
         except Exception as error:
-            found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)
-            if found.status == 500:
-                failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
+            found = self._failure(error)
             if len(fresh) == len(call.jobs):
                 raise found from error
             yield style.failure(found)
+
+    def _failure(self, error: Exception) -> ApiError:
+        """What ended a stream; one that nobody expected is logged."""
+        found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)
+        if found.status == 500:
+            failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
+        return found
 
     def _too_late(self) -> ApiError:
         # The client should not retry by itself: the retry would take as long.

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.cache.cross_attention import Source
-    from sakiyomi.engine.encoder_inputs import Heard
     from sakiyomi.server.tools import Schemas, ToolFormat
 
 
@@ -84,7 +83,7 @@ class Job:
         unwritten: only the prompt is wanted; the one token that the engine writes is dropped.
         states: collects sums of the prompt's hidden states, see ``Request``; None: not wanted.
         source: model inputs for images in the prompt; None: no images.
-        heard: a sound in place of a prompt; its tokens are known once it is submitted. None: no sound.
+        submit: makes and queues its request, whose prompt is known then; None: the prompt and the parameters do.
         given: tokens of its text that another server has written.
     """
 
@@ -109,7 +108,7 @@ class Job:
     unwritten: bool = False
     states: list[Tensor] | None = None
     source: Source | None = None
-    heard: Heard | None = None
+    submit: Callable[[], Request] | None = None
     given: Sequence[int] = ()
 
     # Both follow from the engine's request alone, so that no count of them can drift.
@@ -146,7 +145,7 @@ class Event:
 
 
 class Call:
-    """The jobs of one HTTP request; iterating yields their events.
+    """The jobs of one HTTP request; iterating yields their events until all are over.
 
     Args:
         jobs: the samples.
@@ -154,9 +153,14 @@ class Call:
     """
 
     def __init__(self, jobs: Sequence[Job], cancel: Callable[[Sequence[Job]], None]) -> None:
-        self.jobs, self._cancel = jobs, cancel
+        self.jobs, self._cancel = [*jobs], cancel
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._left = len(jobs)
+
+    def add(self, job: Job) -> None:
+        """Another job, which follows from those before it."""
+        self.jobs.append(job)
+        self._left += 1
 
     def put(self, event: Event) -> None:
         """Called in the event loop."""

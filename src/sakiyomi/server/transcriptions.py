@@ -1,36 +1,36 @@
 """``/v1/audio/transcriptions`` and ``/v1/audio/translations``: text of sounds, for a target that is a speech model.
 
-A long sound is split at silences; its parts are separate requests, which share passes.
+The windows of a sound are read one after the other. Each is a request of the engine, which shares passes with others.
 """
 
 from __future__ import annotations
 
+import functools
 import io
-import re
-import wave
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from email.message import Message
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from sakiyomi.core.audio import Audio
-from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.engine.encoder_inputs import Heard, hear
-from sakiyomi.server.bodies import BodyReader
+from sakiyomi.core.errors import DivergedError, InputError, LoadError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.subtitles import WRITERS, verbose, words
+from sakiyomi.core.transcripts import FALLBACK, Segment, Task, Timestamps, Transcript, TranscriptionParams
 from sakiyomi.server.errors import bad_request
-from sakiyomi.server.jobs import Job
-from sakiyomi.server.replies import Piece, Style
-from sakiyomi.server.schema import CompletionRequest, read_as
+from sakiyomi.server.jobs import Call, Job
+from sakiyomi.server.relay import Relay, Sent
+from sakiyomi.server.schema import read_as
 from sakiyomi.server.stream import event
 
 if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
+    from sakiyomi.engine.request import Request
+    from sakiyomi.engine.transcription import SoundInWork
+    from sakiyomi.server.worker import Worker
 
-_LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 MOST_PARTS = 64  # of a form
 FORM = "send a form: curl -F file=@speech.wav -F model=whisper URL"
-RATE = 48000 * 2  # samples per second of all channels, above which a sound counts as longer
 
 
 class TranscriptionForm(BaseModel):
@@ -40,12 +40,25 @@ class TranscriptionForm(BaseModel):
 
     model: str | None = None
     language: str | None = None
-    response_format: Literal["json", "text", "verbose_json"] = "json"
+    prompt: str | None = None
+    response_format: Literal["json", "text", "srt", "verbose_json", "vtt"] = "json"
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stream: bool = False
     chunking_strategy: Literal["auto"] | None = None
-    timestamp_granularities: list[Literal["segment"]] = []
+    timestamp_granularities: list[Literal["segment", "word"]] = []
+
+    def params(self, task: Task) -> TranscriptionParams:
+        """How the sound is transcribed. Timestamps are written where the reply shows them; 0 is greedy at first."""
+        shown: Timestamps = "none" if self.response_format in ("json", "text") else "segment"
+        return TranscriptionParams(
+            language=self.language,
+            task=task,
+            timestamps="word" if "word" in self.timestamp_granularities else shown,
+            temperatures=(self.temperature,) if self.temperature else FALLBACK,
+            prompt=self.prompt,
+            seed=self.seed,
+        )
 
 
 class Transcription:
@@ -54,17 +67,44 @@ class Transcription:
     Args:
         form: its fields.
         file: the sound's bytes.
-        task: "transcribe" or "translate".
+        params: of the transcription.
     """
 
-    def __init__(self, form: TranscriptionForm, file: bytes, task: str) -> None:
-        self.form, self.file, self.task = form, file, task
+    def __init__(self, form: TranscriptionForm, file: bytes, params: TranscriptionParams) -> None:
+        self.form, self.file, self.params = form, file, params
 
-    def asked(self) -> CompletionRequest:
-        """The completion request for each part of the sound."""
+    def sound(self, longest: float, rate: int) -> Audio:
+        """The sound at a sampling rate; takes a while.
+
+        Args:
+            longest: most seconds.
+            rate: samples a second.
+
+        Raises:
+            ApiError: the file is no sound, or too long.
+        """
+        try:
+            return Audio.read(io.BytesIO(self.file), longest=longest).resampled(rate)
+        except (InputError, LoadError) as error:
+            raise bad_request(error.message, "file") from None
+
+    def reply(self, transcript: Transcript) -> dict[str, Any] | str:
+        """The body of the reply: an object, or a text."""
         form = self.form
-        values = {"model": form.model, "prompt": "", "temperature": form.temperature, "seed": form.seed}
-        return CompletionRequest.model_validate(values | {"stream": form.stream, "max_tokens": None})
+        if form.response_format == "text":
+            return transcript.text + "\n"
+        if form.response_format in ("srt", "vtt"):
+            return WRITERS[form.response_format](transcript)
+        used = {"type": "duration", "seconds": round(transcript.seconds, 2)}
+        if form.response_format == "json":
+            return {"text": transcript.text, "usage": used}
+        found = verbose(transcript) | {"usage": used}
+        shown = form.timestamp_granularities or ["segment"]
+        for segment in found["segments"]:
+            segment.pop("words", None)
+        if "segment" not in shown:
+            del found["segments"]
+        return found | ({"words": words(transcript)} if "word" in shown else {})
 
 
 def read_form(body: bytes, content_type: str) -> dict[str, list[bytes]]:
@@ -98,7 +138,7 @@ def read_form(body: bytes, content_type: str) -> dict[str, list[bytes]]:
     return found
 
 
-def read_transcription(body: bytes, content_type: str, task: str) -> Transcription:
+def read_transcription(body: bytes, content_type: str, task: Task) -> Transcription:
     """The form of a request.
 
     Raises:
@@ -115,141 +155,103 @@ def read_transcription(body: bytes, content_type: str, task: str) -> Transcripti
         texts = [value.decode("utf-8", "replace") for value in given]
         values[name.removesuffix("[]")] = texts if name.endswith("[]") else texts[-1]
     form = read_as(TranscriptionForm, values)
-    if form.stream and form.response_format != "json":
+    if form.stream and form.response_format not in ("json", "verbose_json"):
         raise bad_request("a stream consists of events; leave response_format out", "response_format")
-    return Transcription(form, files[0], task)
+    if "word" in form.timestamp_granularities and form.response_format != "verbose_json":
+        raise bad_request(
+            f"response_format is {form.response_format}, which has no words; ask for verbose_json",
+            "timestamp_granularities",
+        )
+    return Transcription(form, files[0], form.params(task))
 
 
-def heard(llm: LLM, asked: Transcription, most: float) -> list[tuple[float, Heard]]:
-    """Parts of a sound as inputs of the encoder, each with its seconds; takes a while.
-
-    Raises:
-        ApiError: the file is no sound, or too long.
-    """
-    try:
-        if (seconds := _seconds(asked.file)) > most:
-            raise bad_request(
-                f"the sound is about {seconds:.0f} s long; this server takes {most:g} s (max_audio_seconds)", "file"
-            )
-        task = None if asked.task == "transcribe" else asked.task
-        sound = Audio.read(io.BytesIO(asked.file), language=asked.form.language, task=task)
-        encoder = llm.target.weights.encoder
-        assert encoder is not None and encoder.limit is not None
-        frames = 2 * encoder.limit  # its second convolution halves them
-        window = float(frames * llm.processor.hop_length / llm.processor.sampling_rate)
-        parts = sound.split(window, at_silences=True)
-        return [(part.seconds, hear(part, llm.processor, frames)) for part in parts]
-    except (InputError, LoadError) as error:
-        raise bad_request(error.message, "file") from None
-
-
-def _seconds(file: bytes) -> float:
-    """Length of a sound by its header, at a usual sample rate; 0 if it has none."""
-    try:
-        with wave.open(io.BytesIO(file)) as sound:
-            rate, channels, count = sound.getframerate(), sound.getnchannels(), sound.getnframes()
-            return float(count / rate * max(1.0, rate * channels / RATE))
-    except (wave.Error, EOFError, ZeroDivisionError):
-        pass
-    try:
-        import soundfile
-
-        about = soundfile.info(io.BytesIO(file))
-        return float(about.duration * max(1.0, about.samplerate * about.channels / RATE))
-    except (ImportError, RuntimeError):
-        return 0.0
-
-
-def sound_jobs(bodies: BodyReader, limit: int, parts: Sequence[Heard], body: CompletionRequest) -> list[Job]:
-    """Jobs for the parts of a sound, of at most ``limit`` tokens each.
-
-    Raises:
-        ApiError: the request names another model.
-    """
-    bodies.check_model(body.model)
-    return [
-        Job([], bodies.params(body, [], limit, None), (i,), bodies.drafter is not None, index=i, heard=part)
-        for i, part in enumerate(parts)
-    ]
-
-
-def spoken(jobs: Sequence[Job], tokenizer: Any) -> str | None:
-    """The language code in the first part's prompt; None: the model has one language."""
-    names = tokenizer.convert_ids_to_tokens(jobs[0].prompt)
-    return next((found[1] for name in names if (found := _LANGUAGE.fullmatch(name)) is not None), None)
-
-
-class TranscriptionStyle(Style):
-    """Of both paths. A stream has the parts in order: text of a later part waits for the earlier ones.
+class Hearing:
+    """A sound whose windows the engine reads, between those of other requests.
 
     Args:
-        asked: the form.
-        seconds: of each part.
-        spoken: gives the language, once it is known.
+        worker: runs the engine.
+        begin: begins with the sound; called in the engine's thread.
+        client: for fair scheduling.
+
+    Attributes:
+        found: its segments so far.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        asked: Transcription,
-        seconds: Sequence[float],
-        spoken: Callable[[], str | None],
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self._asked, self._seconds, self._spoken = asked, seconds, spoken
-        self._texts = [""] * len(seconds)
-        self._over = [False] * len(seconds)
-        self._sent = 0  # parts whose text was sent in full
-        self._told = [0] * len(seconds)
+    def __init__(self, worker: Worker, begin: Callable[[], SoundInWork], client: str) -> None:
+        self._worker, self._begin, self._client = worker, begin, client
+        self._begun: SoundInWork | None = None
+        self._call: Call | None = None
+        self.found: list[Segment] = []
 
-    def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any] | str:
-        """The reply."""
-        text = "".join(piece.text for piece in pieces).strip()
-        if self._asked.form.response_format == "text":
-            return text + "\n"
-        if self._asked.form.response_format != "verbose_json":
-            return {"text": text, "usage": self._used()}
-        segments, begin = [], 0.0
-        for piece, seconds in zip(pieces, self._seconds, strict=True):
-            segments.append(
-                {
-                    "id": piece.index,
-                    "seek": round(100 * begin),
-                    "start": round(begin, 2),
-                    "end": round(begin + seconds, 2),
-                    "text": piece.text,
-                    "tokens": [token.token_id for token in piece.tokens],
-                    "temperature": self._asked.form.temperature,
-                }
-            )
-            begin += seconds
-        return {
-            "task": self._asked.task,
-            "language": self._asked.form.language or self._spoken(),
-            "duration": round(begin, 2),
-            "text": text,
-            "segments": segments,
-            "usage": self._used(),
-        }
+    @property
+    def jobs(self) -> list[Job]:
+        """Of its windows so far, several for one that is tried again."""
+        return [] if self._call is None else self._call.jobs
 
-    def _used(self) -> dict[str, Any]:
-        return {"type": "duration", "seconds": round(sum(self._seconds), 2)}
+    async def segments(self) -> AsyncIterator[Segment]:
+        """Each segment when it is known.
 
-    def stream(self, piece: Piece, first: bool, figures: dict[str, Any] | None) -> Iterator[bytes]:
-        """What of the text is new, in the order of the parts."""
-        self._texts[piece.index] += piece.text
-        self._over[piece.index] = piece.finish_reason is not None
-        while self._sent < len(self._texts):
-            text = self._texts[self._sent]
-            if fresh := text[self._told[self._sent] :]:
-                self._told[self._sent] = len(text)
-                yield event({"type": "transcript.text.delta", "delta": fresh})
-            if not self._over[self._sent]:
-                return
-            self._sent += 1
+        Raises:
+            Exception: what ended a window instead of its text.
+        """
+        while self._begun is None or not self._begun.over:
+            job = Job([], SamplingParams(), index=len(self.jobs), client=self._client, submit=self._submit)
+            if self._call is None:
+                self._call = self._worker.open([job])
+            else:
+                self._worker.follow(self._call, job)
+            async for happened in self._call:
+                if happened.step.error is not None:
+                    raise happened.step.error
+            assert job.request is not None and self._begun is not None
+            out = job.request.generation()
+            for segment in await self._worker.run(functools.partial(self._begun.take, out)):
+                self.found.append(segment)
+                yield segment
 
-    def end(self, figures: dict[str, Any]) -> Iterator[bytes]:
-        """The whole text."""
-        text = "".join(self._texts).strip()
-        yield event({"type": "transcript.text.done", "text": text, "usage": self._used()})
+    def _submit(self) -> Request:
+        if self._begun is None:
+            self._begun = self._begin()
+        return self._begun.submit()
+
+    def _transcript(self) -> Transcript:
+        assert self._begun is not None
+        return self._begun.transcript(self.found)
+
+    async def whole(self) -> Transcript:
+        """The transcript."""
+        async for _ in self.segments():
+            pass
+        return self._transcript()
+
+    async def events(self, asked: Transcription, relay: Relay) -> AsyncIterator[bytes]:
+        """Events of a stream: each segment's text, with verbose_json its times too, and at the end the reply.
+
+        Args:
+            asked: the request.
+            relay: has the segments that another server has sent; they are not sent again.
+
+        Raises:
+            DivergedError: what it has sent differs.
+        """
+        async for segment in self.segments():
+            number = len(self.found) - 1
+            if number < len(relay.given):
+                if relay.given[number].tokens != segment.tokens:
+                    raise DivergedError(f"segment {number} is {segment.text!r:.80}, and another one was sent")
+                continue
+            relay.add(Sent(0, segment.tokens, False))
+            data = event({"type": "transcript.text.delta", "delta": segment.text})
+            if asked.form.response_format == "verbose_json":
+                times = {"start": round(segment.start, 3), "end": round(segment.end, 3), "text": segment.text}
+                data += event({"type": "transcript.text.segment", "id": str(number), **times})
+            yield data
+        done = asked.reply(self._transcript())
+        assert isinstance(done, dict)
+        relay.add(Sent(-1, (), True))
+        yield event({"type": "transcript.text.done", **done})
+
+    def close(self) -> None:
+        """End what is under way."""
+        if self._call is not None:
+            self._call.close()

@@ -13,14 +13,15 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.process import release_workers
 from sakiyomi.engine.inputs import TokenizedPrompt
-from sakiyomi.engine.request import RetainedSlot
+from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.server.errors import ApiError, busy, stopping
 from sakiyomi.server.jobs import Call, Event, Job
 from sakiyomi.server.metrics import Metrics
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from sakiyomi.server.kv_events import EventPublisher
 
 logger = logging.getLogger("sakiyomi.server")
+T = TypeVar("T")
 
 
 class Worker:
@@ -54,7 +56,7 @@ class Worker:
         self.fault: Exception | None = None
         self._most = self.slots + max_queue
         self._reuse, self._events = reuse, events
-        self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[str, Job | Callable[[], None] | None]] = queue.SimpleQueue()
         self._open: set[Job] = set()  # the event loop's
         self._jobs: dict[int, Job] = {}  # the thread's, as the next one is
         self._turns = Turns()
@@ -109,11 +111,40 @@ class Worker:
                 f"{len(calls)} requests run or wait, as many as this server takes; try again in about {wait} s", wait
             )
         call = Call(jobs, self.cancel)
+        self._queue(jobs, call)
+        return call
+
+    def follow(self, call: Call, job: Job) -> None:
+        """Queue a sample that follows from the earlier ones of a request; there is always room for it."""
+        call.add(job)
+        self._queue([job], call)
+
+    def _queue(self, jobs: Sequence[Job], call: Call) -> None:
         for job in jobs:
             job.call = call
             self._open.add(job)
             self._inbox.put(("add", job))
-        return call
+
+    async def run(self, act: Callable[[], T]) -> T:
+        """The result of ``act``, which the engine's thread runs between two rounds.
+
+        Raises:
+            ApiError: the thread has ended.
+        """
+        if not self._thread.is_alive():
+            raise stopping()
+        done: Future[T] = Future()
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():  # its client has gone
+                return
+            try:
+                done.set_result(act())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._inbox.put(("run", run))
+        return await asyncio.wrap_future(done)
 
     def _shed(self, calls: Collection[Call], client: str) -> bool:
         """End a waiting request of the client with most requests, the newest one, if this client has fewer.
@@ -215,6 +246,9 @@ class Worker:
                 return True
             if job is None:
                 return False
+            if not isinstance(job, Job):
+                job()
+                continue
             if what == "add" and not job.over:
                 self._turns.add(job)
             elif what == "remove":
@@ -225,27 +259,29 @@ class Worker:
 
     def _submit(self, job: Job) -> None:
         try:
-            given: Any = job.prompt if job.heard is None else job.heard
-            job.request = self.engine.submit(
-                given if job.source is None else TokenizedPrompt([*job.prompt], job.params, job.source),
-                job.params,
-                key=job.key,
-                rounds_trace=job.traced,
-                place=RetainedSlot(shareable=True) if self._reuse else None,
-                shares=self._reuse,
-                drafted=job.drafted,
-                asks=job.asks,
-                given=job.given,
-                states=job.states,
-                bounded=True,
-            )
+            job.request = self._request(job) if job.submit is None else job.submit()
         except Exception as error:
             self._turns.leave(job)
             self._tell([Event(job, Step("", error=error))])
             return
-        if job.heard is not None:
-            job.prompt, job.heard = job.request.tokens[: job.request.prompt_tokens], None
+        if job.submit is not None:
+            job.prompt = job.request.tokens[: job.request.prompt_tokens]
         self._jobs[job.request.id] = job
+
+    def _request(self, job: Job) -> Request:
+        return self.engine.submit(
+            job.prompt if job.source is None else TokenizedPrompt([*job.prompt], job.params, job.source),
+            job.params,
+            key=job.key,
+            rounds_trace=job.traced,
+            place=RetainedSlot(shareable=True) if self._reuse else None,
+            shares=self._reuse,
+            drafted=job.drafted,
+            asks=job.asks,
+            given=job.given,
+            states=job.states,
+            bounded=True,
+        )
 
     def _failed(self, job: Job, error: Exception) -> Event:
         assert job.request is not None
