@@ -175,8 +175,11 @@ class Matcher:
         return result
 
     def forced(self) -> bytes:
-        """What the text continues with, whatever is chosen; nothing inside an escape."""
-        return b"" if self._begun else bytes(self._parser.compute_ff_bytes())
+        """What the text continues with, whatever is chosen, up to the next special token; nothing inside an escape."""
+        if self._begun:
+            return b""
+        # A copy: the parser would go on to what it forces, and allow no other tokens for it.
+        return bytes(self._parser.deep_copy().compute_ff_bytes()).partition(b"\xff")[0]
 
     def _consume(self, token: int) -> bool:
         vocabulary, begun = self._vocabulary, self._begun
