@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from transformers import WhisperFeatureExtractor, WhisperTimeStampLogitsProcessor
+from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
 from sakiyomi import LLM, Audio, InputError, LoadError, TranscriptionParams, UnsupportedError
 from sakiyomi.core.transcripts import Segment
 from sakiyomi.engine.transcription import Transcriber
 from sakiyomi.engine.transcription_rules import TimestampRules
 from sakiyomi.engine.transcription_windows import Part, compression_ratio, cut
+from sakiyomi.engine.transcription_words import warp, words_of
 from seq2seq_toys import FRAMES, MELS, build, model_of
 from toys import character_tokenizer
 
@@ -29,6 +31,7 @@ TEXT = 60
 END, START, EN, FR, TRANSLATE, TRANSCRIBE, BEFORE, _, SILENT = range(TEXT, TEXT + 9)
 ZERO = SILENT + 1
 VOCAB = ZERO + FRAMES // 2 + 1
+HEADS = [[0, 1], [1, 0], [1, 3]]
 SETTINGS: dict[str, Any] = {
     "eos_token_id": END,
     "pad_token_id": END,
@@ -141,8 +144,7 @@ CASES: dict[str, TranscriptionParams] = {
 @pytest.mark.parametrize("draft", ["none", "suffix+early-exit:1"])
 def test_segments_are_those_of_transformers(case: str, draft: str) -> None:
     params, llm = CASES[case], llm_of(draft)
-    lengths = (WINDOW, 2.5, 4.0) if case != "plain" else (WINDOW, 2.5)
-    for seed, seconds in enumerate(lengths):
+    for seed, seconds in enumerate((WINDOW, 2.5)):
         sound = noise(seconds, seed)
         expected = reference(sound, params)
         found = llm.transcribe(sound, params)
@@ -219,6 +221,68 @@ def test_segments_come_one_by_one() -> None:
     assert (first, *coming) == llm.transcribe(sound, BARE).segments
 
 
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' generate
+@pytest.mark.parametrize("draft", ["none", "suffix+early-exit:1"])
+def test_words_begin_where_transformers_says(draft: str) -> None:
+    """Of a toy that writes no spaces, so that each segment is a word, or one for each character."""
+    params, sound = dataclasses.replace(BARE, timestamps="word"), noise(2.5)
+    model = toy(alignment_heads=HEADS)
+    extractor = PROCESSOR.feature_extractor
+    made = extractor(
+        sound.samples, sampling_rate=RATE, return_tensors="pt", truncation=False, return_attention_mask=True
+    )
+    expected = model.generate(
+        made["input_features"],
+        attention_mask=made["attention_mask"],
+        return_timestamps=True,
+        return_token_timestamps=True,
+        return_segments=True,
+        language="en",
+        task="transcribe",
+        temperature=0.0,
+    )["segments"][0]
+    llm = llm_of(draft, alignment_heads=HEADS)
+    found = llm.transcribe(sound, params).segments
+    assert spoken(found) == spoken(llm.transcribe(sound, BARE).segments)
+    compared = 0
+    for segment, other in zip(found, [e for e in expected if (e["tokens"] < END).any()], strict=True):
+        assert "".join(word.text for word in segment.words) == segment.text
+        starts = [
+            float(at) for token, at in zip(other["tokens"], other["token_timestamps"], strict=True) if token < END
+        ]
+        assert segment.words[0].start == pytest.approx(starts[0])
+        assert [word.start for word in segment.words] == sorted(word.start for word in segment.words)
+        assert all(0 < word.probability < 1 for word in segment.words)
+        compared += 1
+    assert compared > 3
+
+
+def test_words_of_a_text() -> None:
+    tokenizer = character_tokenizer("abc .,")
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})  # texts have the tokens below it
+    tokens = tokenizer("ab cab.", add_special_tokens=False)["input_ids"]
+    starts, chances = [0.1 * i for i in range(7)], [1.0, 0.5, 0.2, 0.4, 0.6, 0.8, 0.5]
+    words = words_of(tokens, starts, 2.0, chances, tokenizer, "english")
+    assert [word.text for word in words] == ["ab", " cab."]
+    assert [(word.start, word.end) for word in words] == [(0.0, starts[2]), (starts[2], 2.0)]
+    assert [word.probability for word in words] == [pytest.approx(0.75), pytest.approx(0.5)]
+    characters = words_of(tokens, starts, 2.0, chances, tokenizer, "japanese")
+    assert [word.text for word in characters] == ["a", "b", " c", "a", "b."]
+    assert words_of([], [], 2.0, [], tokenizer, "english") == ()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 6), (5, 5), (7, 3), (12, 90)])
+def test_the_cheapest_way_is_that_of_transformers(rows: int, columns: int) -> None:
+    costs = np.random.default_rng(rows).normal(size=(rows, columns))
+    costs[:, ::2] = costs[:, ::2].round()  # equal ones, too
+    text, time = _dynamic_time_warping(costs)
+    entered = np.pad(np.diff(text), (1, 0), constant_values=1).astype(bool)
+    assert warp(costs) == time[entered].tolist()
+
+
 # ---------------------------------------------------------------- further tries, silence
 
 
@@ -231,6 +295,8 @@ def test_a_poor_text_is_tried_again_at_the_next_temperature() -> None:
     assert found == llm.transcribe(sound, params), "a seed fixes all tries"
     greedy = llm.transcribe(sound, BARE)
     assert greedy.segments != found.segments
+    again = dataclasses.replace(params, temperatures=(0.0, 0.0))
+    assert llm.transcribe(sound, again).segments == greedy.segments, "a try begins as the one before it"
     kept = dataclasses.replace(params, logprob_threshold=greedy.segments[0].average_logprob - 0.01)
     assert llm.transcribe(sound, kept).segments == greedy.segments
     ratio = greedy.segments[0].compression_ratio
@@ -304,5 +370,7 @@ def test_what_cannot_be_transcribed() -> None:
         LLM((model_of("bart"), PROCESSOR.tokenizer), "none", compile=False).transcribe(noise(0.5))
     with pytest.raises(UnsupportedError, match="preprocessor_config"):
         LLM((toy(), PROCESSOR.tokenizer), "none", compile=False).transcribe(noise(0.5))
+    with pytest.raises(UnsupportedError, match="alignment_heads"):
+        llm.transcribe(noise(0.5), TranscriptionParams(timestamps="word"))
     with pytest.raises(UnsupportedError, match="no_timestamps_token_id"):
         llm_of(no_timestamps_token_id=None).transcribe(noise(0.5))

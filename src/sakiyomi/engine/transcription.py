@@ -7,6 +7,7 @@ As transformers' ``WhisperForConditionalGeneration.generate`` does it (Radford e
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,14 @@ from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.transcripts import Segment, Transcript, TranscriptionParams
+from sakiyomi.core.transcripts import Segment, Transcript, TranscriptionParams, Word
 from sakiyomi.engine.encoder_inputs import SourceInputProcessor
 from sakiyomi.engine.inputs import TokenizedPrompt
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.transcription_rules import TimestampRules
 from sakiyomi.engine.transcription_windows import FRAMES, STEP, compression_ratio, cut
+from sakiyomi.engine.transcription_words import token_steps, words_of
+from sakiyomi.model_executor.encoder_decoder.alignment import cross_weights
 from sakiyomi.model_executor.runner import first_logits
 
 if TYPE_CHECKING:
@@ -135,6 +138,11 @@ class SoundInWork:
                 "the model's generation_config.json has no no_timestamps_token_id, so that it knows no timestamps; "
                 "copy the file from the original model, or give timestamps='none' and at most 30 seconds"
             )
+        if params.timestamps == "word" and not getattr(settings, "alignment_heads", None):
+            raise UnsupportedError(
+                "the model's generation_config.json has no alignment_heads, by which words are timed; copy the file "
+                "from the original model, or give timestamps='segment'"
+            )
         self._silent = self._target.vocab_size if silent is None else int(silent)
         self._hidden = frozenset(self._inputs.tokenizer.all_special_ids)
         self._seek, self._tries, self._windows = 0, 0, 0
@@ -166,7 +174,7 @@ class SoundInWork:
             seed=self._params.seed,
             logprobs=0,
         )
-        prompt = TokenizedPrompt(asked.tokens, params, asked.source)
+        prompt = TokenizedPrompt([*asked.tokens], params, asked.source)  # the request appends to its tokens
         return self._engine.submit(prompt, key=(self._windows, self._tries), live=False)
 
     def take(self, out: Generation) -> list[Segment]:
@@ -191,14 +199,42 @@ class SoundInWork:
             return []
         parts, step = cut(tokens, self._silent + 1, frames)
         self._seek += step
+        places = self._align(tokens, offset) if params.timestamps == "word" else []
         found = []
         for part in parts:
             self._before += part.tokens
             if text := self._text(part.tokens):
-                start, end = (min(self.seconds, (offset / FRAMES + at) * STEP) for at in (part.start, part.end))
-                own = tuple(token for token in part.tokens if self._is_text(token))
-                found.append(Segment(start, end, text, own, temperature, logprob, ratio, self._no_speech))
+                start, end = (self._seconds(offset, at) for at in (part.start, part.end))
+                own = [i for i, token in enumerate(part.tokens, part.place) if self._is_text(token)]
+                said = tuple(tokens[i] for i in own)
+                words: tuple[Word, ...] = ()
+                if places:
+                    chances = [math.exp(out.trace[i].logprob or 0.0) for i in own]
+                    starts = [self._seconds(offset, places[i]) for i in own]
+                    words = words_of(said, starts, end, chances, self._inputs.tokenizer, self._language_name)
+                found.append(Segment(start, end, text, said, temperature, logprob, ratio, self._no_speech, words))
         return found
+
+    def _align(self, tokens: Sequence[int], offset: int) -> list[int]:
+        """The place of the window where each token begins."""
+        if not tokens:
+            return []
+        asked = self._request
+        assert asked is not None, "its text is known"
+        heads = self._inputs.settings.alignment_heads
+        weights = cross_weights(self._target, self._source, [*asked.tokens, *tokens], heads)
+        places = max(1, min(self._end - offset, self._window) // FRAMES)
+        return token_steps(weights[:, len(asked.tokens) :, :places])
+
+    def _seconds(self, offset: int, at: int) -> float:
+        """Seconds from the sound's beginning to a step of the window that begins at this frame."""
+        return min(self.seconds, (offset / FRAMES + at) * STEP)
+
+    @property
+    def _language_name(self) -> str:
+        from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+        return "english" if self.task == "translate" else LANGUAGES.get(self.language or "en", "english")
 
     def transcript(self, segments: Sequence[Segment]) -> Transcript:
         """The whole, when it is over."""

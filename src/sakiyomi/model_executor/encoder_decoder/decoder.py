@@ -63,12 +63,17 @@ class _SelfAttention(_Attention):
         return self._close(attend(self, q, k, v, None, scaling=self.scaling)[0])
 
 
-class _CrossAttention(_Attention):
+class CrossAttention(_Attention):
     """Cross-attention over the cached source of each row's request."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
+        """Rows (1, rows, width), and what else transformers gives such a module; the result of the attention."""
         q = self._split(self.q(hidden_states))
         return self._close(CROSS[self.attention](q, self.layer_idx, self.scaling))
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """Queries (heads, rows, dim) of the decoder's rows (1, rows, width), with the scale of scores."""
+        return self._split(self.q(hidden_states))[0] * self.scaling
 
     def read(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (heads, places, dim) of the encoder's output, (1, places, width)."""
@@ -116,7 +121,7 @@ class Decoder(nn.Module):
         if family.own is not None:
             self.distances = _by_distance(layers[0].get_submodule(family.own))
             _replace(layers, family.own, _SelfAttention, family)
-        _replace(layers, family.cross, _CrossAttention, family)
+        _replace(layers, family.cross, CrossAttention, family)
         self.embed, self.positions, self.scale = decoder.embed_tokens, None, 1.0
         if family.positions is not None:
             self.positions = getattr(decoder, family.positions)
@@ -176,7 +181,7 @@ class Encoder:
     lender: Encoder | None = None
 
     def __init__(
-        self, module: Any, crosses: list[_CrossAttention], family: Family, limit: int | None, device: torch.device
+        self, module: Any, crosses: list[CrossAttention], family: Family, limit: int | None, device: torch.device
     ) -> None:
         self.module, self._crosses, self._family, self.limit = module, crosses, family, limit
         self.dtype, self.device = next(module.parameters()).dtype, device
@@ -252,7 +257,7 @@ def split(model: Any, device: torch.device) -> tuple[Decoder, Encoder]:
         if getattr(module, "config", None) is config:
             module.config = own
     decoder = Decoder(model, family, device).eval()
-    crosses = [module for module in decoder.modules() if isinstance(module, _CrossAttention)]
+    crosses = [module for module in decoder.modules() if isinstance(module, CrossAttention)]
     return decoder, Encoder(encoder, crosses, family, family.source_positions(config), device)
 
 
