@@ -6,6 +6,7 @@ import copy
 import io
 import wave
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,15 @@ def toy(**settings: Any) -> Any:
 def speech_llm(draft: Any = "none", settings: dict[str, Any] | None = None, **options: Any) -> LLM:
     """It with its processor, in fp32."""
     return LLM((toy(**(settings or {})), PROCESSOR), draft, compile=False, strict=True, **options)
+
+
+def save_speech(folder: Path) -> str:
+    """Save it as a folder in Hugging Face format."""
+    model = toy()
+    model.generation_config._from_model_config = False  # or loading makes the settings anew
+    for part in (model, PROCESSOR.tokenizer, PROCESSOR.feature_extractor):
+        part.save_pretrained(folder)
+    return str(folder)
 
 
 def noise(seconds: float, seed: int = 0) -> Audio:

@@ -217,55 +217,13 @@ def test_features_and_sounds_give_the_same_text(root: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_generate_and_transcribe_on_the_command_line(root: Path, tmp_path: Path) -> None:
-    wav = tmp_path / "a.wav"
-    write_wav(wav, tone(500.0))
+def test_generate_on_the_command_line(root: Path) -> None:
     options = ["--max-new-tokens", "8", "--compile", "false"]
-    target = str(folder_of("whisper", root))
-    result = CliRunner().invoke(app, ["transcribe", str(wav), str(wav), "--target", target, "--json", *options])
-    assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout.splitlines()[-1])
-    llm = LLM(target, "none", compile=False)
-    expected = llm.generate(Audio.read(wav), SamplingParams(max_new_tokens=8))
-    assert [file["generations"][0]["token_ids"] for file in found["files"]] == [expected.token_ids] * 2
-    assert found["files"][0]["seconds"] == pytest.approx(0.6)
-    shown = CliRunner().invoke(app, ["transcribe", str(wav), "--target", target, "--draft", "suffix", *options])
-    assert shown.stdout.strip() == expected.text.strip()
-
     target, text = str(folder_of("marian", root)), TOKENIZER.decode(sources("marian")[0])
     result = CliRunner().invoke(app, ["generate", text, "--target", target, "--draft", f"model:{target}", *options])
     assert result.exit_code == 0, result.output
     expected = LLM(target, "none", compile=False).generate(text, SamplingParams(max_new_tokens=8))
     assert result.stdout.strip() == expected.text.strip()
-
-
-@pytest.mark.thorough
-def test_wrong_files_and_targets_on_the_command_line(root: Path, tmp_path: Path) -> None:
-    wav, text = tmp_path / "a.wav", tmp_path / "text.wav"
-    write_wav(wav, tone(500.0))
-    text.write_text("no sound", encoding="utf-8")
-    for arguments, words in (
-        (["--target", "tales"], "no file was given"),
-        ([str(text), "--target", "tales"], "text.wav' is no "),
-        ([str(tmp_path / "none.wav"), "--target", "tales"], "no file"),
-        ([str(wav)], "--target"),
-        ([str(wav), "--target", str(folder_of("bart", root))], "reads text"),
-        ([str(wav), "--target", "tales", "--draft", "none", "--compile", "false"], "the model reads text"),
-    ):
-        result = CliRunner().invoke(app, ["transcribe", *arguments])
-        assert result.exit_code in (1, 2), result.output
-        assert words in result.stderr, result.stderr
-        assert "Traceback" not in result.stderr
-
-
-def write_wav(path: Path, sound: Audio) -> None:
-    import wave
-
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(sound.sampling_rate)
-        file.writeframes((sound.samples * 32767).astype("<i2").tobytes())
 
 
 # ---------------------------------------------------------------- what is looked up

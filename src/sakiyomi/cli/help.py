@@ -22,6 +22,8 @@ _BASIC = frozenset(
 _PANELS = {
     "LLMConfig": "Model and machine",
     "SamplingParams": "Sampling and speculation",
+    "TranscribeOptions": "Transcription",
+    "TranscriptionParams": "Transcription",
     "ServerConfig": "Server",
     "ModelOptions": "Server",
     "AuditConfig": "Checks",
