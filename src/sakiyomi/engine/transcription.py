@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.transcripts import Segment, Transcript, TranscriptionParams, Word
 from sakiyomi.engine.encoder_inputs import SourceInputProcessor
-from sakiyomi.engine.inputs import TokenizedPrompt
+from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.transcription_rules import TimestampRules
 from sakiyomi.engine.transcription_windows import FRAMES, STEP, compression_ratio, cut
@@ -32,24 +32,31 @@ from sakiyomi.model_executor.runner import first_logits
 
 if TYPE_CHECKING:
     from sakiyomi.engine.engine import Engine
-    from sakiyomi.engine.llm import LLM
 
 _COOL = 0.5
 """A text of this temperature or more is no prompt for the next window."""
+
+
+class SpeechModel(Protocol):
+    """What is used of an ``LLM``."""
+
+    name: str
+    engine: Engine
+    inputs: InputProcessor
 
 
 class Transcriber:
     """Transcribes sounds with a speech model.
 
     Args:
-        llm: with a speech model (whisper) as its target.
+        llm: an ``LLM`` with a speech model (whisper) as its target.
 
     Raises:
         UnsupportedError: its target is another model, or has no feature extractor.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self._engine, self.target = llm.engine, llm.target
+    def __init__(self, llm: SpeechModel) -> None:
+        self._engine, self.target = llm.engine, llm.engine.target
         inputs = llm.inputs
         if not isinstance(inputs, SourceInputProcessor) or not inputs.takes_audio:
             raise UnsupportedError(f"{llm.name!r} reads text; load a speech model (whisper) to transcribe sounds")
@@ -58,7 +65,7 @@ class Transcriber:
                 f"{llm.name!r} has no feature extractor (preprocessor_config.json), so that nothing can be made of a "
                 "sound; copy the file from the original model"
             )
-        self.inputs, self.max_context = inputs, llm.max_context
+        self.inputs, self.max_context = inputs, llm.engine.max_context
 
     def transcribe(
         self, sound: Audio | str | os.PathLike[str], params: TranscriptionParams | None = None
