@@ -18,7 +18,8 @@ HEAVY = ("torch", "transformers", "numpy", "typer", "rich", "fastapi", "matplotl
 PUBLIC = {
     "LLM", "Engine", "SamplingParams", "Generation", "Stats", "TokenTrace", "Step", "TokenTree", "Draft", "Verdict",
     "embedded", "theory", "SakiyomiError", "InputError", "LoadError", "UnsupportedError", "MemoryLimitError",
-    "RemovedError", "DivergedError", "DraftError", "__version__", "Audio", "ImagePrompt", "custom_generate",
+    "RemovedError", "DivergedError", "DraftError", "__version__", "Audio", "ImagePrompt", "Transcript",
+    "TranscriptionParams", "custom_generate",
 }  # fmt: skip
 
 
