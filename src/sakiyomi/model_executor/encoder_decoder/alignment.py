@@ -30,10 +30,12 @@ def cross_weights(model: ModelRunner, source: Source, tokens: Sequence[int], hea
     """
     model.unfold()
     crosses = {module.layer_idx: module for module in model.module.modules() if isinstance(module, CrossAttention)}
-    read: dict[int, Tensor] = {}
+    queries: dict[int, Tensor] = {}
 
     def note(cross: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        read[cross.layer_idx] = args[0] if args else given["hidden_states"]  # type: ignore[index]
+        assert isinstance(cross, CrossAttention)
+        hidden = args[0] if args else given["hidden_states"]
+        queries[cross.layer_idx] = cross.queries(hidden[:, : len(tokens)]).float()
 
     with model.lock, model.cache.lent(len(tokens)) as slot, ExitStack() as hooks:
         model.make_room(slot, len(tokens), source)
@@ -45,7 +47,6 @@ def cross_weights(model: ModelRunner, source: Source, tokens: Sequence[int], hea
         assert model.sources is not None, "it has an encoder"
         found = []
         for layer, head in heads:
-            queries = crosses[layer].queries(read[layer][:, : len(tokens)])[head].float()
             keys = model.sources.keys[layer][slot, head, : source.length].float()
-            found.append((queries @ keys.T).softmax(-1))
+            found.append((queries[layer][head] @ keys.T).softmax(-1))
         return torch.stack(found)
