@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 from starlette.responses import Response
 
-SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "talk"
+SCRIPTS = "base", "markdown", "lanes", "tree", "chats", "speech", "talk"
 """Parts of the one script, in this order."""
 
 _NONE = "'none'"

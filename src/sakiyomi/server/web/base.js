@@ -87,7 +87,7 @@ function show(failure) {
   const locked = ["e401", "eKey"].includes(failure.key);
   say($("problem"), failure.key, failure.values);
   $("detail").textContent = locked ? "" : failure.detail;  // which tells programs how to send a key
-  $("again").hidden = locked || ["eSettings", "eTools", "eFile", "eImage"].includes(failure.key);
+  $("again").hidden = locked || ["eSettings", "eTools", "eFile", "eImage", "eMicrophone"].includes(failure.key);
   $("error").hidden = false;
   if (locked) { $("keyform").hidden = false; $("key").focus(); $("key").select(); } else $("error").scrollIntoView({block: "nearest"});
 }

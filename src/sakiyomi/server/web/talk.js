@@ -116,6 +116,8 @@ function again(turn, message) {
 function busy(on) {
   const lost = !on && document.activeElement === $("stop");
   $("send").hidden = on;
+  $("sound-stop").hidden = !on;
+  $("sound-choose").disabled = $("record").disabled = on;
   $("stop").hidden = !on;
   $("clear").disabled = $("new").disabled = on;
   $("talk").setAttribute("aria-busy", on);
@@ -257,9 +259,10 @@ $("again").addEventListener("click", () => {
 });
 
 function welcome() {
-  const kind = card?.chat_template ? "Chat" : "Plain";
+  const kind = card?.audio ? "Speech" : card?.chat_template ? "Chat" : "Plain";
+  say($("hello"), card?.audio ? "helloSpeech" : "hello");
   say($("how"), `how${kind}`);
-  $("starts").replaceChildren(...[1, 2, 3].map((i) => {
+  $("starts").replaceChildren(...(card?.audio ? [] : [1, 2, 3]).map((i) => {
     const found = make("button");
     found.type = "button";
     found.textContent = text(`${kind.toLowerCase()}${i}`);
@@ -282,6 +285,7 @@ async function meet(name = $("choice").value) {
     card = loaded;
   } catch (error) { if (mine === meeting) { say($("model"), "unknown"); show(error); } return; }
   $("keyform").hidden = true;
+  listen();
   $("system-box").hidden = !card.chat_template;
   $("tools-box").hidden = !card.tools;
   say($("model"), card.drafter ? "model" : "modelPlain", {name: card.id, drafter: named(card.drafter), context: card.max_model_len});
