@@ -135,6 +135,14 @@ MUTATIONS = [Mutation(*row) for row in (
      "(scale * by[r * (x.in / group_length)])", "(scale * by[0])"),
     ("factors-in-another-order", "blocks", "model_executor/gguf/blocks.py", "model_executor/test_gguf_blocks.py",
      "_planes(upper, 2, 4) << 4", "_planes(upper, 2, 1) << 4"),
+    ("timestamps-repeat", "timestamps", "engine/transcription_rules.py", "engine/test_transcription.py",
+     "row[zero : last + (not after_time or paired)]", "row[zero:last]"),
+    ("timestamps-not-preferred", "timestamps", "engine/transcription_rules.py", "engine/test_transcription.py",
+     "row[zero:].logsumexp(0) > row[:zero].max()", "row[zero:].max() > row[:zero].max()"),
+    ("open-text-is-lost", "timestamps", "engine/transcription_windows.py", "engine/test_transcription.py",
+     "frames if closed else parts[-1].end * FRAMES", "frames"),
+    ("try-continues-the-poor-text", "timestamps", "engine/transcription.py", "engine/test_transcription.py",
+     "TokenizedPrompt([*asked.tokens], params", "TokenizedPrompt(asked.tokens, params"),
 )]
 # fmt: on
 
