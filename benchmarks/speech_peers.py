@@ -167,7 +167,7 @@ def run_one(given: argparse.Namespace) -> None:
         began = time.perf_counter()
         texts[name] = transcribe(samples)
         seconds[name] = time.perf_counter() - began
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = int(status.partition("VmHWM:")[2].split()[0]) // 1024
     print(json.dumps({"seconds": seconds, "texts": texts, "ready": ready, "peak_mb": peak}))
 
@@ -178,7 +178,7 @@ def ask(given: argparse.Namespace, engine: str) -> dict[str, Any]:
     command = [python, "-W", "ignore", __file__, *map(str, given.paths), "--engine", engine, "--target", given.target,
                "--draft", given.draft, "--ct2", given.ct2, "--ggml", str(given.ggml), "--language", given.language,
                "--threads", str(given.threads)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
         raise SystemExit(f"{engine}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -197,7 +197,7 @@ print(jiwer.wer([plain(right[name]) for name in right], [plain(found[name]) for 
 def word_errors(given: argparse.Namespace, right: dict[str, str], found: dict[str, str]) -> float:
     """Share of wrong words, by jiwer in the peers' environment."""
     done = subprocess.run(
-        [given.peers, "-c", WORDS], input=json.dumps([right, found]), capture_output=True, text=True, check=True
+        [given.peers, "-c", WORDS], input=json.dumps([right, found]), capture_output=True, encoding="utf-8", check=True
     )
     return float(done.stdout)
 

@@ -18,6 +18,7 @@ from sakiyomi import Audio, InputError, LoadError
 from sakiyomi.core import sound_files
 
 av = pytest.importorskip("av")
+WRITE = "w"  # to PyAV, which writes bytes
 RATE = 48000
 SOUNDFILE, LIBRARIES = ("a.flac", "a.ogg", "a.mp3", "floats.wav"), ("a.m4a", "a.webm", "a.mp4", "a.mkv")
 CODECS = {"m4a": "aac", "mp4": "aac", "webm": "libopus", "mkv": "flac"}
@@ -31,7 +32,7 @@ def tone(seconds: float = 0.5) -> Any:
 
 def encoded(path: Path, samples: Any, *, video: bool = False) -> None:
     """A file by PyAV; ``video``: with pictures, too."""
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), WRITE) as container:
         pictures = container.add_stream("mpeg4", rate=10, width=32, height=32, pix_fmt="yuv420p") if video else None
         tone = None if samples is None else container.add_stream(CODECS[path.suffix[1:]], rate=RATE, layout="stereo")
         if pictures is not None:

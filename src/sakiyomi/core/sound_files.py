@@ -188,7 +188,7 @@ def _pyav(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]
     given = f"file:{source}" if isinstance(source, Path) else source
     resampler = av.AudioResampler("s16", "mono", _SPEECH_RATE)
     try:
-        with av.open(given, "r", options={"protocol_whitelist": "file", "format_whitelist": _KINDS}) as container:
+        with av.open(given, options={"protocol_whitelist": "file", "format_whitelist": _KINDS}) as container:
             if not container.streams.audio:
                 raise _OtherKindError("it has no sound track")
             for frame in itertools.chain(container.decode(audio=0), (None,)):

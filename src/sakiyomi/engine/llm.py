@@ -37,9 +37,11 @@ from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.model_executor.build import build_runner, check_compile
 from sakiyomi.model_executor.loading import load_model, stop_tokens
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.weights import is_shared, rounding_of
 
 Prompt = str | Sequence[int] | Chat | Audio | Tensor | ImagePrompt
+Sound = Audio | str | os.PathLike[str]
 
 
 _alive: weakref.WeakSet[LLM] = weakref.WeakSet()
@@ -142,13 +144,7 @@ class LLM:
         self._context = self._pool.context(lambda context: answer(self.engine, context), allow_pickle=allow_pickle)
         self._strict = strict
         self.draft = self.drafter(self.profile.draft if self.profile is not None else drafters)
-        own = self.target.max_context
-        if max_context is not None and max_context > own:
-            note = self.target.weights.context_note
-            raise InputError(
-                f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it{note}"
-            )
-        self.max_context = max_context or own
+        self.max_context = _context(max_context, self.target)
         self.inputs = self._pool.input_processor(self.max_context)
         self.engine = Engine(
             self.target,
@@ -199,15 +195,7 @@ class LLM:
             InputError, MemoryLimitError: before any work is done.
         """
         params = as_params(params)
-        alone = isinstance(prompts, str | Audio | ImagePrompt) or is_chat(prompts)
-        alone = alone or (isinstance(prompts, Tensor) and prompts.is_floating_point())
-        if not alone and not isinstance(prompts, Iterable):
-            raise InputError(
-                f"prompts is {prompts!r:.80}; expected a text, or a list of texts, of messages or of token-id lists"
-            )
-        given: list[Any] = [prompts] if alone else list(prompts)  # type: ignore[arg-type]
-        if given and all(isinstance(token, int) for token in given):
-            raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
+        given, alone = _listed(prompts)
         if prefix is not None:
             given = self._prefixes.prepend(prefix, given)
         keys = [(i, j) if params.n > 1 else (i,) for i in range(len(given)) for j in range(params.n)]
@@ -270,30 +258,21 @@ class LLM:
         with self.conversation() as alone:
             yield from alone.stream(prompt, params, index=index)
 
-    def transcribe(
-        self,
-        sounds: Audio | str | os.PathLike[str] | Sequence[Audio | str | os.PathLike[str]],
-        params: TranscriptionParams | None = None,
-    ) -> Any:
-        """Transcribe a sound of any length, or a list of them, with a speech model; a list gives a list back, in order.
+    def transcribe(self, sounds: Sound | Sequence[Sound], params: TranscriptionParams | None = None) -> Any:
+        """Transcribe a sound of any length, or a list, with a speech model; a list gives a list of transcripts back.
 
         Args:
             sounds: each an ``Audio``, or the path of a file.
             params: for all of them; None for the defaults.
 
-        Returns:
-            A ``Transcript`` for each sound.
-
         Raises:
-            UnsupportedError: the target is no speech model.
-            LoadError: a file cannot be read.
-            InputError: the model does not know the language or the task.
+            UnsupportedError, LoadError, InputError: see ``Transcriber``.
         """
         from sakiyomi.engine.transcription import Transcriber
 
-        alone = isinstance(sounds, Audio | str | os.PathLike)
-        found = Transcriber(self).transcribe_all([sounds] if alone else list(sounds), params)  # type: ignore[list-item, arg-type]
-        return found[0] if alone else found
+        given: Any = [sounds] if isinstance(sounds, Audio | str | os.PathLike) else list(sounds)
+        found = Transcriber(self).transcribe_all(given, params)
+        return found if isinstance(sounds, list | tuple) else found[0]
 
     def prefix(self, text: str | Sequence[int]) -> Prefix:
         """Compute a beginning once, to save it and continue it many times: a document, a system prompt.
@@ -386,6 +365,21 @@ def _record_at_the_end() -> None:
 getattr(threading, "_register_atexit", atexit.register)(_record_at_the_end)
 
 
+def _listed(prompts: Any) -> tuple[list[Any], bool]:
+    """Prompts as a list, and whether there was one alone."""
+    alone = isinstance(prompts, str | Audio | ImagePrompt) or is_chat(prompts)
+    if alone or (isinstance(prompts, Tensor) and prompts.is_floating_point()):
+        return [prompts], True
+    if not isinstance(prompts, Iterable):
+        raise InputError(
+            f"prompts is {prompts!r:.80}; expected a text, or a list of texts, of messages or of token-id lists"
+        )
+    given = list(prompts)
+    if given and all(isinstance(token, int) for token in given):
+        raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
+    return given, False
+
+
 def _check_options(quantize: object, compile: object, **counts: object) -> None:
     """Refuse values that make no sense."""
     if quantize not in (None, *QUANTIZATIONS):
@@ -394,6 +388,15 @@ def _check_options(quantize: object, compile: object, **counts: object) -> None:
     for name, value in counts.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise InputError(f"{name}={value!r}; expected a whole number of at least 1")
+
+
+def _context(wanted: int | None, target: ModelRunner) -> int:
+    """Most tokens of a text."""
+    own = target.max_context
+    if wanted is not None and wanted > own:
+        note = target.weights.context_note
+        raise InputError(f"max_context={wanted} exceeds the model's {own} positions; leave it out or lower it{note}")
+    return wanted or own
 
 
 def _eviction(spec: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictionPlan | None:

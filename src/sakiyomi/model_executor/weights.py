@@ -170,8 +170,7 @@ class ModelWeights:
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.packed: PackedWeights | None = None
         self.generation, self.unsettled = 0, False
-        self.lock = threading.RLock()
-        self.capture = HiddenStateCapture()
+        self.lock, self.capture = threading.RLock(), HiddenStateCapture()
         self._probed: Probed | None = None  # until it is packed
         self.expected: Expectation | None = None
         self.shapes: list[LayerShape] = []
@@ -362,9 +361,8 @@ class ModelWeights:
         given, table = self._given, PackedWeights.create() if self.packable else None
         if table is None or not (given.owned or _has_room(self.module, self.device)):
             return None
-        bits = None
-        if self.quantizing is not None:
-            bits = self.quantizing.choose(self.module, self.encoder, self.text)
+        rounds = self.quantizing
+        bits = rounds.choose(self.module, self.encoder, self.text) if rounds is not None else None
         probed, self._probed = self._probed, None
         assert probed is not None
         names = {id(part): name for name, part in self.module.named_modules()}
