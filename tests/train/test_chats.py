@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     | {"stage_shares": (1.0,), "eval_prompts": 1, "final_prompts": 1, "eval_lengths": (256,)}
     | {"vocab": 700, "layers": 2},
 }
-KINDS = COMMANDS | {"retriever": RetrieverConfig}
+KINDS = {name: kind for name, kind in COMMANDS.items() if name != "speech"} | {"retriever": RetrieverConfig}
 
 
 def chat_file(path: Path, count: int = 30, seed: int = 0) -> Path:

@@ -382,6 +382,9 @@ class TrainSpeech(RunConfig):
         cache_gib: Disk space in GiB below OUT for transcripts and encoded sounds, about 3 MB for 30 seconds with a
             large target; sounds that do not fit are left out.
         eval_windows: Held-out windows of 30 seconds in the measurements.
+        muon_lr: Peak learning rate of Muon (matrices of the layers); 0: AdamW trains them, too.
+        adam_lr: Peak learning rate of AdamW (norms and biases).
+        weight_decay: Weight decay of the matrices.
         valid: Held-out sound file, NAME=FILE; the acceptance is reported under the name. Repeatable; without it some of
             the sounds are held back.
         minutes: Training time in minutes of wall clock, without the time for transcribing.
@@ -394,7 +397,7 @@ class TrainSpeech(RunConfig):
 
     loop: LoopOptions = field(
         default=LoopOptions(
-            minutes=30.0, decay_share=0.5, row_tokens=(224,), step_tokens=224 * 16, eval_minutes=3.0, compile=False
+            minutes=30.0, decay_share=0.5, row_tokens=(224,), step_tokens=224 * 8, eval_minutes=3.0, compile=False
         )
     )
     target: str = setting("", needed="the speech model to draft for")
@@ -405,7 +408,9 @@ class TrainSpeech(RunConfig):
     label_minutes: float = setting(20.0, above=0)
     cache_gib: float = setting(8.0, above=0)
     eval_windows: int = setting(64, least=1)
-    adam: AdamOptions = field(default=AdamOptions())
+    muon_lr: float = setting(0.02, least=0)
+    adam_lr: float = setting(0.001, least=0)
+    weight_decay: float = setting(0.05, least=0)
     machine: MachineOptions = field(default=MachineOptions())
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
@@ -33,12 +33,13 @@ from sakiyomi.model_executor.loading.families import has_encoder
 from sakiyomi.train.acceptance import CHAIN, CHUNK_ROWS, MEASURING, speculate
 from sakiyomi.train.checkpoint import writing
 from sakiyomi.train.commands import TrainSpeech
+from sakiyomi.train.config import TextOptions
 from sakiyomi.train.data import TextSpec, parse_valid
 from sakiyomi.train.draft import WORTH
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.loop import Watch, compile_layers, on_device, place
 from sakiyomi.train.losses import soft_loss
-from sakiyomi.train.optim import with_peaks
+from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.recipe import Recipe, check_run, train
 from sakiyomi.train.speech_windows import (
     HELD_OUT,
@@ -46,6 +47,7 @@ from sakiyomi.train.speech_windows import (
     TRAIN,
     Labelling,
     Labels,
+    Padding,
     WindowFolder,
     WindowRows,
     batch_of,
@@ -101,7 +103,8 @@ class _Speech(Recipe[TrainSpeech]):
                 "two minutes, or held-out ones with --valid NAME=FILE"
             )
         self.held_out = {name: some[: config.eval_windows] for name, some in sets.items()}
-        self.mixture = WindowRows(learnt, min(self.ends), loop.seed)
+        self.pad = Padding(min(self.ends), int(self.target.config.max_target_positions))
+        self.mixture = WindowRows(learnt, self.pad, loop.seed)
 
     def _label(self, folder: Path) -> None:
         """Have the target transcribe the sounds into files of windows."""
@@ -130,7 +133,7 @@ class _Speech(Recipe[TrainSpeech]):
         valid = {name: stretches([path], seconds, note) for name, path in self.valid.items()}
         return in_sets(valid, stretches(self.sounds, seconds, note))
 
-    def make(self) -> nn.Module:
+    def make(self) -> Any:
         """See `Recipe`."""
         draft = new_draft(self.target, self.config.layers)
         del self.target
@@ -148,15 +151,20 @@ class _Speech(Recipe[TrainSpeech]):
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
         """See `Recipe`."""
-        adam, own = self.config.adam, [weight for weight in model.parameters() if weight.requires_grad]
-        betas = (adam.beta1, adam.beta2)
-        return with_peaks([AdamW(own, lr=adam.lr, betas=betas, weight_decay=adam.weight_decay, fused=True)])
+        config = self.config
+        options = TextOptions(
+            muon_lr=config.muon_lr,
+            adam_lr=config.adam_lr,
+            weight_decay=config.weight_decay,
+            precision=self.passes,
+        )
+        return text_optimizers(options, model)
 
     @torch.inference_mode()
     def measures(self, model: Any) -> dict[str, dict[str, float]]:
         """See `Recipe`: along the target's own transcripts, without the rules of timestamps and suppressed tokens."""
         model.eval()
-        found = {name: acceptance(model, windows, self.ends) for name, windows in self.held_out.items()}
+        found = {name: acceptance(model, windows, self.pad, self.ends) for name, windows in self.held_out.items()}
         model.train()
         return found
 
@@ -244,12 +252,13 @@ def read(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return hidden[batch["known"]]
 
 
-def acceptance(model: Any, windows: list[Path], ends: frozenset[int]) -> dict[str, float]:
+def acceptance(model: Any, windows: list[Path], pad: Padding, ends: frozenset[int]) -> dict[str, float]:
     """Measure a draft along the target's transcripts.
 
     Args:
         model: the draft, in evaluation mode.
         windows: files of held-out windows.
+        pad: of the batches.
         ends: end tokens.
 
     Returns:
@@ -257,14 +266,14 @@ def acceptance(model: Any, windows: list[Path], ends: frozenset[int]) -> dict[st
         four; `tokens` that were looked at.
     """
     agreed = tokens = accepted = drafted = rounds = 0
-    head, positions = model.get_output_embeddings(), int(model.config.max_target_positions)
+    head = model.get_output_embeddings()
     for some in (windows[at : at + CHUNK_ROWS] for at in range(0, len(windows), CHUNK_ROWS)):
-        batch = on_device(batch_of(some, min(ends)), model.device)
+        batch = on_device(batch_of(some, pad), model.device)
         guesses, labels = head(read(model, batch)).argmax(-1), batch["labels"]
         agreed, tokens = agreed + int((guesses == labels).sum()), tokens + len(labels)
         sizes = batch["known"].sum(1).tolist()
         for guess, text in zip(guesses.split(sizes), labels.split(sizes), strict=True):
-            counts = speculate(guess.tolist(), text.tolist(), CHAIN, limit=positions, ends=ends)
+            counts = speculate(guess.tolist(), text.tolist(), CHAIN, limit=pad.positions, ends=ends)
             accepted, drafted, rounds = accepted + counts[0], drafted + counts[1], rounds + counts[2]
     return {
         "greedy_agreement": agreed / max(tokens, 1),

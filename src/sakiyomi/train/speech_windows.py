@@ -38,7 +38,7 @@ STRETCH = 4
 TOGETHER = 8
 """Stretches that are transcribed in one batch."""
 WIDTH_STEP = 32
-"""Rows are padded to a multiple of this."""
+"""Rows are padded to a multiple of this, see ``Padding``."""
 TIMED = TranscriptionParams(temperatures=(0.0,))
 UNTIMED = TranscriptionParams(temperatures=(0.0,), timestamps="none")
 
@@ -288,36 +288,53 @@ class Labelling:
 # ---------------------------------------------------------------- batches
 
 
+@dataclass(frozen=True)
+class Padding:
+    """How rows of a batch get one length, of few lengths in all: each is compiled for itself.
+
+    Attributes:
+        token: of the places behind a transcript.
+        positions: of the decoder.
+    """
+
+    token: int
+    positions: int
+
+    def width(self, longest: int) -> int:
+        """Places of the rows of a batch."""
+        return min(-(-longest // WIDTH_STEP) * WIDTH_STEP, self.positions)
+
+
 class WindowRows(Mixture):
     """Batches of windows, read from their files when they are needed.
 
     Args:
         windows: files to learn from.
-        fill: token of the places behind a transcript.
+        pad: see ``Padding``.
         seed: of their order.
     """
 
     SOURCE = TextSpec(Path("windows"), 1.0, 1.0)
 
-    def __init__(self, windows: Sequence[Path], fill: int, seed: int) -> None:
+    def __init__(self, windows: Sequence[Path], pad: Padding, seed: int) -> None:
         super().__init__([Shuffled(windows, seed=seed, key=0)], [self.SOURCE], seed)
-        self._fill = fill
+        self._pad = pad
 
     def joined(self, rows: list[Any]) -> Any:
         """See ``Mixture`` and ``batch_of``."""
-        return batch_of(rows, self._fill)
+        return batch_of(rows, self._pad)
 
     def part(self, batch: Any, rows: slice) -> Any:
         """See ``Mixture``; there is one process."""
         return batch
 
 
-def batch_of(files: Sequence[Path], fill: int) -> dict[str, Any]:
+def batch_of(files: Sequence[Path], pad: Padding) -> dict[str, Any]:
     """Windows as a batch of arrays.
 
     Args:
         files: of the windows.
-        fill: token of the places behind a transcript.
+        pad: see ``Padding``.
 
     Returns:
         ``encoded`` (B, places, hidden); ``inputs`` (B, T), token ids that the decoder reads; ``known`` (B, T), True
@@ -325,8 +342,8 @@ def batch_of(files: Sequence[Path], fill: int) -> dict[str, Any]:
         ``wanted`` (N, K), see ``Labels``.
     """
     windows = [load_file(file) for file in files]
-    width = -(-max(len(window["tokens"]) - 1 for window in windows) // WIDTH_STEP) * WIDTH_STEP
-    inputs, known = np.full((len(windows), width), fill, np.int64), np.zeros((len(windows), width), np.bool_)
+    width = pad.width(max(len(window["tokens"]) - 1 for window in windows))
+    inputs, known = np.full((len(windows), width), pad.token, np.int64), np.zeros((len(windows), width), np.bool_)
     for row, window in enumerate(windows):
         last = len(window["tokens"]) - 1
         inputs[row, :last], known[row, last - len(window["ids"]) : last] = window["tokens"][:-1], True
