@@ -153,6 +153,27 @@ def test_a_client_that_leaves_ends_its_noise() -> None:
         assert short.status_code == 200
 
 
+def test_the_engines_thread_runs_what_it_is_given_until_it_is_stopped(own: LLM) -> None:
+    async def asked() -> list[Any]:
+        worker = Worker(own.engine, max_queue=1, reuse=False, metrics=Metrics("toy", None))
+        worker.start()
+        leaving = asyncio.ensure_future(worker.run(lambda: time.sleep(0.2)))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        found: list[Any] = [await worker.run(threading.get_ident)]
+        with pytest.raises(ZeroDivisionError):
+            await worker.run(lambda: 1 / 0)
+        last = asyncio.ensure_future(worker.run(lambda: "last"))
+        await asyncio.sleep(0)
+        worker.stop()
+        with pytest.raises(ApiError, match="stop"):
+            await worker.run(lambda: "late")
+        return [*found, await last]
+
+    thread, last = asyncio.run(asyncio.wait_for(asked(), 20))
+    assert thread != threading.get_ident() and last == "last"
+
+
 def test_another_server_continues_a_stream(own: LLM) -> None:
     """It sends neither a segment again, nor a text after which other words were sent."""
     audio = noise(3.4)

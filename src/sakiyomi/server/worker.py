@@ -61,7 +61,7 @@ class Worker:
         self._jobs: dict[int, Job] = {}  # the thread's, as the next one is
         self._turns = Turns()
         self._seconds = 1.0
-        self._draining = False
+        self._draining = self._stopped = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         metrics.gauge("vllm:num_requests_running", "Samples that have a slot of the cache", lambda: self.running)
@@ -115,7 +115,12 @@ class Worker:
         return call
 
     def follow(self, call: Call, job: Job) -> None:
-        """Queue a sample that follows from the earlier ones of a request; there is always room for it."""
+        """Queue a sample that follows from the earlier ones of a request; there is always room for it.
+
+        Raises:
+            ApiError: the server was stopped.
+        """
+        self._check_runs()
         call.add(job)
         self._queue([job], call)
 
@@ -125,14 +130,18 @@ class Worker:
             self._open.add(job)
             self._inbox.put(("add", job))
 
+    def _check_runs(self) -> None:
+        # What is put into the inbox before the entry that stops the thread is still read.
+        if self._stopped or not self._thread.is_alive():
+            raise stopping()
+
     async def run(self, act: Callable[[], T]) -> T:
         """The result of ``act``, which the engine's thread runs between two rounds.
 
         Raises:
-            ApiError: the thread has ended.
+            ApiError: the server was stopped.
         """
-        if not self._thread.is_alive():
-            raise stopping()
+        self._check_runs()
         done: Future[T] = Future()
 
         def run() -> None:
@@ -180,7 +189,7 @@ class Worker:
 
     def stop(self) -> None:
         """End the thread, and running requests with an error that says so."""
-        self._draining = True
+        self._draining = self._stopped = True
         for job in list(self._open):
             self._inbox.put(("remove", job))
             self._deliver([Event(job, Step("", error=ApiError(503, "the server was stopped", code="stopping")))])
