@@ -317,21 +317,15 @@ class LLM:
         """Keep some kilobytes in the cache folder with which the next start needs no classes of the models.
 
         A program does this by itself when it ends, for each ``LLM`` that has generated something, unless the
-        environment has ``SAKIYOMI_RECORD=off``.
-
-        Returns:
-            Whether all models are recorded now.
+        environment has ``SAKIYOMI_RECORD=off``. Returns whether all models are recorded now.
         """
         return os.environ.get("SAKIYOMI_RECORD") != "off" and self._pool.record()
 
     def drafter(self, draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer] | None) -> Drafter | None:
-        """A drafter for this target, for an engine of one's own; the LLM's own drafter stays.
+        """A drafter for this target, for an engine of one's own; None for "none". The LLM's own drafter stays.
 
         Args:
             draft: as of ``LLM``.
-
-        Returns:
-            None for "none".
 
         Raises:
             InputError, LoadError, UnsupportedError: its model or file cannot be used beside this target.
