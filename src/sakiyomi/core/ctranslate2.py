@@ -50,7 +50,9 @@ class Ct2File:
         found, scale = self.variables[name], self.variables.get(f"{name}_scale")
         if scale is None:
             return found
-        return found.astype(np.float32) / scale.reshape(-1, *[1] * (found.ndim - 1) if scale.ndim else ())
+        whole = found.astype(np.float32)
+        whole /= scale.reshape(-1, *[1] * (found.ndim - 1) if scale.ndim else ())
+        return whole
 
 
 def read_ct2(path: Path) -> Ct2File:

@@ -71,10 +71,10 @@ class Constraint:
         if not text:
             return ()
         before = path[-BEFORE:]  # some tokenizers put a blank before a text
-        tokens = self._tokenizer.encode(self._tokenizer.decode(before) + text, add_special_tokens=False)
-        if tokens[: len(before)] == before:
-            return tokens[len(before) :]
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        tokens: list[int] = self._tokenizer.encode(self._tokenizer.decode(before) + text, add_special_tokens=False)
+        if tokens[: len(before)] != before:
+            tokens = [*before, *self._tokenizer.encode(text, add_special_tokens=False)]
+        return tokens[len(before) :]
 
     def _follow(self, path: Sequence[int]) -> bool:
         """Move the matcher to the end of this path; False if the path breaks the grammar."""
