@@ -25,6 +25,8 @@ TEXT = 60
 END, START, EN, FR, TRANSLATE, TRANSCRIBE, BEFORE, _, SILENT = range(TEXT, TEXT + 9)
 ZERO = SILENT + 1
 VOCAB = ZERO + FRAMES // 2 + 1
+HEADS = [[0, 1], [1, 0], [1, 3]]
+"""Setting ``alignment_heads``, by which words are timed."""
 SETTINGS: dict[str, Any] = {
     "eos_token_id": END,
     "pad_token_id": END,
@@ -38,7 +40,6 @@ SETTINGS: dict[str, Any] = {
     "max_length": 100,
     "suppress_tokens": [3, *range(START, SILENT)],
     "begin_suppress_tokens": [5, END],
-    "alignment_heads": [[0, 0], [1, 1]],
 }
 
 
@@ -78,7 +79,7 @@ def speech_llm(draft: Any = "none", settings: dict[str, Any] | None = None, **op
 
 def save_speech(folder: Path) -> str:
     """Save it as a folder in Hugging Face format."""
-    model = toy()
+    model = toy(alignment_heads=HEADS)
     model.generation_config._from_model_config = False  # or loading makes the settings anew
     for part in (model, PROCESSOR.tokenizer, PROCESSOR.feature_extractor):
         part.save_pretrained(folder)

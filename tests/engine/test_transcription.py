@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import WhisperFeatureExtractor, WhisperTimeStampLogitsProcessor
+from transformers import WhisperTimeStampLogitsProcessor
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
 from sakiyomi import LLM, Audio, InputError, LoadError, TranscriptionParams, UnsupportedError
@@ -19,33 +18,28 @@ from sakiyomi.engine.transcription import Transcriber
 from sakiyomi.engine.transcription_rules import TimestampRules
 from sakiyomi.engine.transcription_windows import Part, compression_ratio, cut
 from sakiyomi.engine.transcription_words import warp, words_of
-from seq2seq_toys import FRAMES, MELS, build, model_of
+from seq2seq_toys import model_of
+from speech_toys import (
+    BEFORE,
+    EN,
+    END,
+    HEADS,
+    PROCESSOR,
+    RATE,
+    SETTINGS,
+    SILENT,
+    START,
+    TEXT,
+    TRANSCRIBE,
+    VOCAB,
+    WINDOW,
+    ZERO,
+    noise,
+    speech_llm,
+    toy,
+)
 from toys import character_tokenizer
 
-RATE, HOP = 16000, 160
-WINDOW = FRAMES * HOP / RATE
-"""Seconds of the encoder's window."""
-SPECIAL = ("endoftext", "startoftranscript", "en", "fr", "translate", "transcribe", "startofprev", "nospeech")
-TEXT = 60
-"""Tokens before the special ones."""
-END, START, EN, FR, TRANSLATE, TRANSCRIBE, BEFORE, _, SILENT = range(TEXT, TEXT + 9)
-ZERO = SILENT + 1
-VOCAB = ZERO + FRAMES // 2 + 1
-HEADS = [[0, 1], [1, 0], [1, 3]]
-SETTINGS: dict[str, Any] = {
-    "eos_token_id": END,
-    "pad_token_id": END,
-    "decoder_start_token_id": START,
-    "lang_to_id": {"<|en|>": EN, "<|fr|>": FR},
-    "task_to_id": {"translate": TRANSLATE, "transcribe": TRANSCRIBE},
-    "prev_sot_token_id": BEFORE,
-    "no_timestamps_token_id": SILENT,
-    "is_multilingual": True,
-    "max_initial_timestamp_index": 8,
-    "max_length": 100,
-    "suppress_tokens": [3, *range(START, SILENT)],
-    "begin_suppress_tokens": [5, END],
-}
 BARE = TranscriptionParams(
     temperatures=(0.0,),
     compression_ratio_threshold=None,
@@ -56,44 +50,8 @@ BARE = TranscriptionParams(
 )
 
 
-class Processor:
-    """As transformers' processors: a tokenizer and a feature extractor."""
-
-    def __init__(self) -> None:
-        self.tokenizer = character_tokenizer("".join(map(chr, [32, *range(0x3041, 0x3041 + TEXT - 3)])))
-        names = [f"<|{name}|>" for name in (*SPECIAL, "notimestamps")]
-        self.tokenizer.add_special_tokens({"eos_token": names[0], "additional_special_tokens": names[1:]})
-        self.feature_extractor = WhisperFeatureExtractor(
-            feature_size=MELS, sampling_rate=RATE, hop_length=HOP, chunk_length=1, n_fft=400
-        )
-        self.decode = self.tokenizer.decode
-
-
-PROCESSOR = Processor()
-
-
-@cache
-def _built() -> Any:
-    return build("whisper", 3, vocab_size=VOCAB)
-
-
-def toy(**settings: Any) -> Any:
-    model = copy.deepcopy(_built())
-    for key, value in (SETTINGS | settings).items():
-        setattr(model.generation_config, key, value)
-    return model
-
-
 def llm_of(draft: Any = "none", **settings: Any) -> LLM:
-    return LLM((toy(**settings), PROCESSOR), draft, compile=False, strict=True)
-
-
-def noise(seconds: float, seed: int = 0) -> Audio:
-    """Loud and quiet by turns."""
-    generator = np.random.default_rng(seed)
-    count = int(seconds * RATE)
-    loudness = np.repeat(generator.random(-(-count // 2000)), 2000)[:count]
-    return Audio((loudness * generator.normal(0, 0.3, count)).astype(np.float32), RATE)
+    return speech_llm(draft, settings)
 
 
 def reference(sound: Audio, params: TranscriptionParams, **given: Any) -> list[tuple[float, float, str]]:

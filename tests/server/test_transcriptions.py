@@ -28,7 +28,7 @@ from sakiyomi.server.transcriptions import Hearing, Transcription, Transcription
 from sakiyomi.server.worker import Worker
 from seq2seq_toys import TOKENIZER, model_of
 from server_toys import client, running, web
-from speech_toys import noise, speech_llm, wav
+from speech_toys import HEADS, noise, speech_llm, wav
 
 WARM = {"temperature": "0.01", "seed": "3"}
 """One temperature, as texts of random weights are poor and would be tried again."""
@@ -43,12 +43,12 @@ def wanted(llm: LLM, audio: Audio, **params: Any) -> Transcript:
 
 @pytest.fixture(scope="module")
 def own() -> LLM:
-    return speech_llm()
+    return speech_llm(settings={"alignment_heads": HEADS})
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    with running(speech_llm("early-exit:1", max_batch=2)) as (_, url):
+    with running(speech_llm("early-exit:1", {"alignment_heads": HEADS}, max_batch=2)) as (_, url):
         yield url
 
 
