@@ -19,9 +19,11 @@ import pytest
 import torch
 
 import toys
+from sakiyomi import LLM
 from sakiyomi.core import memory
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 from warm import warm
@@ -729,3 +731,13 @@ def test_layers_for_further_tokens_are_no_unused_tensors(folder: Path, caplog: p
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}), encoding="utf-8")
     load_model(folder)
     assert "not used" not in caplog.text
+
+
+@pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
+def test_rounded_weights_of_a_model_in_float16_have_rows_in_bfloat16(tmp_path: Path) -> None:
+    """The kernels have no others of 16 bits; a dtype that is given stays a clear error."""
+    tiny_llama().half().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert LLM(str(tmp_path), "none", quantize="int8").target.dtype is torch.bfloat16
+    with pytest.raises(UnsupportedError, match="dtype='bfloat16'"):
+        LLM(str(tmp_path), "none", quantize="int8", dtype="float16")

@@ -125,7 +125,7 @@ def _config(file: Ct2File, ids: dict[str, int]) -> dict[str, Any]:
         "eos_token_id": ids["<|endoftext|>"],
         "pad_token_id": ids["<|endoftext|>"],
         "decoder_start_token_id": ids["<|startoftranscript|>"],
-        "dtype": "float16",
+        "dtype": "float32",  # to compute in; CPUs have no fast products of float16, which the file is stored in
     }
     for side in ("encoder", "decoder"):
         config[f"{side}_layers"] = layers(side)

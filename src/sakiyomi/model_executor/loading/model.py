@@ -179,6 +179,8 @@ def load_model(
         file = None if gguf is None else read_gguf(gguf, vocabulary=False)
         files = read_checkpoint(folder, allow_pickle=allow_pickle) if file is None else checkpoint_of(file)
         final = wanted or _stored_dtype(config, files)
+        if quantize and wanted is None and final is torch.float16 and place.type == "cpu":
+            final = torch.bfloat16  # rows beside rounded weights: the kernels have none in float16
         reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, file, config)
         if packed and quantize is None and file is not None and _can_run_blocks(reader, wanted):
             loaded, copy_of = _as_blocks(reader, tokenizer, offloaded)
