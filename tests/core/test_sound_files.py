@@ -110,6 +110,17 @@ def test_a_wav_file_from_a_pipe_does_not_know_its_length() -> None:
         Audio.read(io.BytesIO(data), longest=0.4)
 
 
+def test_many_samples_a_second_count_as_a_longer_sound(tmp_path: Path) -> None:
+    """Of them, a body of the largest size would take much memory."""
+    path = tmp_path / "a.wav"
+    with wave.open(str(path), "wb") as sound:
+        sound.setparams((8, 1, 48000, 0, "NONE", "none"))
+        sound.writeframes(bytes(8 * 24000))
+    assert Audio.read(path, longest=2.0).seconds == 0.5
+    with pytest.raises(InputError, match="has 384000 samples a second, too many for its 0 s; convert it"):
+        Audio.read(path, longest=1.9)
+
+
 @pytest.mark.parametrize("name", ["a.flac", "a.m4a"])
 def test_a_longer_sound_is_refused(name: str, reader: str, files: Path) -> None:
     with pytest.raises(InputError, match=r"' is longer than 0\.3 s"):

@@ -18,7 +18,7 @@ from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import DivergedError, UnsupportedError
 from sakiyomi.core.subtitles import WRITERS, verbose, words
 from sakiyomi.core.transcripts import Transcript, TranscriptionParams
-from sakiyomi.engine.transcription import Transcriber
+from sakiyomi.engine.transcription import SoundInWork, Transcriber
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
@@ -128,6 +128,7 @@ def test_many_at_once_do_not_disturb_each_other(site: str, own: LLM) -> None:
     assert [found[i] for i in range(6)] == expected and len(set(expected)) > 1
 
 
+@pytest.mark.thorough
 def test_a_sound_with_many_windows_needs_one_place(own: LLM) -> None:
     """Its windows follow from each other; only the first one asks whether there is room."""
     audio = noise(3.4)
@@ -138,19 +139,24 @@ def test_a_sound_with_many_windows_needs_one_place(own: LLM) -> None:
         assert server.worker.load == 0
 
 
-def test_a_client_that_leaves_ends_its_noise() -> None:
-    audio = noise(30.0)
-    with running(speech_llm(max_batch=1)) as (server, url):
-        files = {"file": ("a.wav", wav(audio))}
-        with web.stream("POST", f"{url}/v1/audio/transcriptions", data={"stream": "true"}, files=files) as reply:
+@pytest.mark.thorough
+def test_a_client_that_leaves_ends_its_sound(own: LLM) -> None:
+    taken: list[SoundInWork] = []
+    take = SoundInWork.take
+
+    def noted(sound: SoundInWork, *arguments: Any) -> Any:
+        taken.append(sound)
+        return take(sound, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, running(speech_llm(max_batch=1)) as (server, url):
+        patch.setattr(SoundInWork, "take", noted)
+        files = {"file": ("a.wav", wav(noise(40.0)))}
+        fields = WARM | {"stream": "true"}
+        with web.stream("POST", f"{url}/v1/audio/transcriptions", data=fields, files=files) as reply:
             next(reply.iter_lines())
-            assert server.worker.load == 1
-        until = time.monotonic() + 20
-        while server.worker.load and time.monotonic() < until:
-            time.sleep(0.01)
-        assert server.worker.load == 0
-        short = web.post(f"{url}/v1/audio/transcriptions", files={"file": ("a.wav", wav(noise(0.3)))})
-        assert short.status_code == 200
+        short = web.post(f"{url}/v1/audio/transcriptions", data=WARM, files={"file": ("a.wav", wav(noise(0.3)))})
+        assert short.json()["text"] == wanted(own, noise(0.3)).text and server.worker.load == 0
+    assert 1 < len(taken) < 30, "a sound of 40 windows was read to its end"
 
 
 def test_the_engines_thread_runs_what_it_is_given_until_it_is_stopped(own: LLM) -> None:
@@ -174,6 +180,7 @@ def test_the_engines_thread_runs_what_it_is_given_until_it_is_stopped(own: LLM) 
     assert thread != threading.get_ident() and last == "last"
 
 
+@pytest.mark.thorough
 def test_another_server_continues_a_stream(own: LLM) -> None:
     """It sends neither a segment again, nor a text after which other words were sent."""
     audio = noise(3.4)

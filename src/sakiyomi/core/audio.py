@@ -57,7 +57,7 @@ class Audio:
 
     @classmethod
     def read(
-        cls, file: SoundFile, *, language: str | None = None, task: str | None = None, longest: float | None = None
+        cls, path: SoundFile, *, language: str | None = None, task: str | None = None, longest: float | None = None
     ) -> Audio:
         """The sound in a file, or the sound track of a video; of several channels the mean.
 
@@ -65,7 +65,7 @@ class Audio:
         the command ffmpeg, or PyAV.
 
         Args:
-            file: its path, or an open file that can be read anew from its beginning.
+            path: of the file, or an open file that can be read anew from its beginning.
             language, task: see ``Audio``.
             longest: most seconds; None: any length.
 
@@ -73,7 +73,7 @@ class Audio:
             LoadError: there is no such file, it is empty or damaged, or its kind cannot be read here.
             InputError: it is longer than ``longest``.
         """
-        samples, rate = read_samples(file, longest)
+        samples, rate = read_samples(path, longest)
         return cls(samples.mean(1), rate, language, task)
 
     @property

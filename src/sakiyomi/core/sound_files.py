@@ -90,8 +90,14 @@ def _check_there(source: Path | BinaryIO, name: str) -> None:
 
 def _check_length(source: Path | BinaryIO, seconds: float, longest: float | None, width: float = 1.0) -> None:
     """Refuse a sound that is too long; ``width``: its samples per second over ``FULL_RATE``."""
-    if longest is not None and seconds * max(1.0, width) > longest:
+    if longest is None or seconds * max(1.0, width) <= longest:
+        return
+    if seconds > longest:
         raise InputError(f"{_name(source)} is longer than {longest:g} s, the most that is taken; give its parts")
+    raise InputError(
+        f"{_name(source)} has {width * FULL_RATE:.0f} samples a second, too many for its {seconds:.0f} s; convert it: "
+        "ffmpeg -i FILE -ac 1 -ar 16000 sound.wav"
+    )
 
 
 def _wave(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]:
