@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import signal
-import wave
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
-from sakiyomi import LLM, Audio
+from sakiyomi import LLM
 from sakiyomi.cli.train import app
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.core.transcripts import Timestamps, TranscriptionParams
@@ -36,41 +33,12 @@ from sakiyomi.train.speech_windows import (
     stretches,
     transcribe,
 )
-from seq2seq_toys import MELS, TOKENIZER, VOCAB, build
+from seq2seq_toys import MELS
+from speech_toys import END, PROCESSOR, SILENT, START, noise, save_speech, speech_llm, toy, wav
 from toys import tiny_llama
 from train_toys import flags, losses, stop_at
 
-RATE = 16000
-SILENT = VOCAB  # the tokens of times follow it, one for each 0.02 seconds of a window of one second
-PAD = Padding(1, 40)
-SETTINGS = {"no_timestamps_token_id": SILENT, "max_initial_timestamp_index": 10, "suppress_tokens": [5, 6]}
-
-
-@cache
-def model() -> Any:
-    """A speech model whose window is a second, with random weights."""
-    made = build("whisper", vocab_size=SILENT + 52, tie_word_embeddings=True, max_target_positions=40)
-    for name, value in SETTINGS.items():
-        setattr(made.generation_config, name, value)
-    made.generation_config._from_model_config = False  # else it is not saved
-    return made
-
-
-def target(folder: Path) -> Path:
-    """The model as a folder."""
-    extractor = WhisperFeatureExtractor(
-        feature_size=MELS, sampling_rate=RATE, hop_length=160, chunk_length=1, n_fft=400
-    )
-    for part in (model(), TOKENIZER, extractor):
-        part.save_pretrained(folder / "whisper")
-    return folder / "whisper"
-
-
-def sound(seconds: float, seed: int) -> Audio:
-    """Tones with pauses."""
-    times = np.arange(int(seconds * RATE)) / RATE
-    hertz = np.random.default_rng(seed).uniform(200, 2000, int(seconds) + 1)[times.astype(int)]
-    return Audio((0.5 * np.sin(2 * np.pi * hertz * times) * (times % 1 < 0.8)).astype(np.float32), RATE)
+PAD = Padding(END, 100)
 
 
 def recordings(folder: Path, lengths: tuple[float, ...] = (4.6, 2.2, 0.7)) -> Path:
@@ -78,9 +46,7 @@ def recordings(folder: Path, lengths: tuple[float, ...] = (4.6, 2.2, 0.7)) -> Pa
     (folder / "sounds").mkdir()
     (folder / "sounds" / "notes.txt").write_text("no sound", encoding="utf-8")
     for number, seconds in enumerate(lengths):
-        with wave.open(str(folder / "sounds" / f"{number}.wav"), "wb") as file:
-            file.setparams((1, 2, RATE, 0, "NONE", ""))
-            file.writeframes((sound(seconds, number).samples * 32767).astype("<i2").tobytes())
+        (folder / "sounds" / f"{number}.wav").write_bytes(wav(noise(seconds, number)))
     return folder / "sounds"
 
 
@@ -113,7 +79,7 @@ def config_of(folder: Path, **changes: Any) -> TrainSpeech:
 
 
 def test_every_eighth_stretch_is_held_out_unless_there_are_others() -> None:
-    sounds = [sound(0.1, seed) for seed in range(11)]
+    sounds = [noise(0.1, seed) for seed in range(11)]
     names = [name for name, _ in in_sets({}, sounds)]
     assert [place for place, name in enumerate(names) if name == HELD_OUT] == [1, 9]
     given = list(in_sets({"calls": sounds[:2]}, sounds[2:]))
@@ -134,14 +100,14 @@ def test_a_sound_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("timed", [False, True])
 def test_windows_are_those_of_the_transcription(timed: bool) -> None:
     """The target's tokens in every window, the prompt before them included; times come only where they are wanted."""
-    llm = LLM((model(), _Processor()), "none", compile=False)
-    transcriber, audio = Transcriber(llm), sound(2.6, 3)
+    llm = speech_llm()
+    transcriber, audio = Transcriber(llm), noise(2.6, 3)
     heard = list(transcribe(transcriber, llm.engine, [audio], timed=timed))
     times: Timestamps = "segment" if timed else "none"
     params = TranscriptionParams(temperatures=(0.0,), timestamps=times, no_speech_threshold=None)
     parts = [audio] if timed else audio.split(1.0, at_silences=True)
     said = [segment.tokens for part in parts for segment in transcriber.transcribe(part, params).segments]
-    text = ["".join(chr(token) for token in each.tokens[each.begin :] if 1 < token < SILENT) for each in heard]
+    text = ["".join(chr(token) for token in each.tokens[each.begin :] if token < END) for each in heard]
     assert said and all("".join(map(chr, tokens)) in "|".join(text) for tokens in said)
     assert len(heard) >= 3
     for each in heard:
@@ -151,10 +117,10 @@ def test_windows_are_those_of_the_transcription(timed: bool) -> None:
 
 def test_labels_are_the_targets_probabilities_and_its_own_token() -> None:
     features = torch.randn(1, MELS, 100, generator=torch.Generator().manual_seed(1))
-    tokens = [2, 9, 11, 8, 7, 30]
-    found = Labels(model(), 4, 0.5, 3, "no").of(Heard(features, tokens, 2))
+    tokens = [START, 9, 11, 8, 7, 30]
+    found = Labels(toy(), 4, 0.5, 3, "no").of(Heard(features, tokens, 2))
     with torch.no_grad():
-        logits = model()(features, decoder_input_ids=torch.tensor([tokens])).logits[0]
+        logits = toy()(features, decoder_input_ids=torch.tensor([tokens])).logits[0]
     assert found["tokens"].tolist() == tokens[:5], "three tokens behind the two that it began with"
     assert found["encoded"].shape == (50, 32)
     for row, place in enumerate((1, 2, 3)):
@@ -181,32 +147,22 @@ def test_a_full_disk_space_ends_a_set(tmp_path: Path) -> None:
 
 def test_the_target_itself_agrees_with_its_transcripts(tmp_path: Path) -> None:
     """A batch gives each window its own rows, whatever stands beside it; the measures count all accepted."""
-    llm = LLM((model(), _Processor()), "none", compile=False)
-    folder, labels = WindowFolder(tmp_path, 1 << 30), Labels(model(), 4, 0.5, 99, "no")
-    for audio in (sound(0.9, 1), sound(1.7, 2)):
+    llm = speech_llm()
+    folder, labels = WindowFolder(tmp_path, 1 << 30), Labels(toy(), 4, 0.5, 99, "no")
+    for audio in (noise(0.9, 1), noise(1.7, 2)):
         for each in transcribe(Transcriber(llm), llm.engine, [audio], timed=False):
             tokens = each.tokens[: each.begin + 9] if audio.seconds < 1 else each.tokens
             folder.add(TRAIN, labels.of(Heard(each.features, tokens, each.begin)))
     windows = folder.sets()[TRAIN]
     batch = {name: torch.from_numpy(part) for name, part in batch_of(windows, PAD).items()}
     with torch.no_grad():
-        together = read(model(), batch)
-        alone = [read(model(), {k: torch.from_numpy(v) for k, v in batch_of([one], PAD).items()}) for one in windows]
+        together = read(toy(), batch)
+        alone = [read(toy(), {k: torch.from_numpy(v) for k, v in batch_of([one], PAD).items()}) for one in windows]
     assert torch.allclose(together, torch.cat(alone), atol=1e-4)
-    found = acceptance(model(), windows, PAD, frozenset({1}))
+    found = acceptance(toy(), windows, PAD, frozenset({END}))
     assert found["greedy_agreement"] > 0.9 and found["tokens"] == len(batch["labels"])
-    wrong = acceptance(new_draft(model(), 1), windows, PAD, frozenset({1}))
+    wrong = acceptance(new_draft(toy(), 1), windows, PAD, frozenset({END}))
     assert wrong["tau"] < found["tau"] <= 5
-
-
-class _Processor:
-    """A tokenizer and a feature extractor in one."""
-
-    def __init__(self) -> None:
-        self.tokenizer, self.decode = TOKENIZER, TOKENIZER.decode
-        self.feature_extractor = WhisperFeatureExtractor(
-            feature_size=MELS, sampling_rate=RATE, hop_length=160, chunk_length=1, n_fft=400
-        )
 
 
 # ---------------------------------------------------------------- runs
@@ -214,7 +170,7 @@ class _Processor:
 
 @pytest.mark.thorough
 def test_a_draft_is_trained_and_used(tmp_path: Path) -> None:
-    folder, sounds = target(tmp_path), recordings(tmp_path)
+    folder, sounds = save_speech(tmp_path / "whisper"), recordings(tmp_path)
     config = config_of(tmp_path, tokens=40 * 64)
     result = CliRunner().invoke(app, ["speech", *flags(config)])
     assert result.exit_code == 0, result.output
@@ -224,14 +180,14 @@ def test_a_draft_is_trained_and_used(tmp_path: Path) -> None:
     out = Path(config.loop.out)
     draft = WhisperForConditionalGeneration.from_pretrained(out / "model")
     assert draft.config.decoder_layers == 1 and len(draft.model.decoder.layers) == 1
-    ours, theirs = draft.state_dict(), model().state_dict()
+    ours, theirs = draft.state_dict(), toy().state_dict()
     trained = {name for name, weight in ours.items() if not torch.equal(weight, theirs[name])}
     assert trained and all(".decoder.layer" in name for name in trained)
     windows = WindowFolder(out / "windows", 0).sets()
     assert set(windows) == {TRAIN, HELD_OUT}
     begins = {len(one["tokens"]) - len(one["ids"]) for one in map(load_file, windows[TRAIN])}
     assert len(begins) > 1, "with and without times"
-    plain, drafted = LLM(str(folder), "none"), LLM(str(folder), f"model:{out}", strict=True)
+    plain, drafted = LLM(folder, "none"), LLM(folder, f"model:{out}", strict=True)
     params = TranscriptionParams(temperatures=(0.0,))
     texts = [llm.transcribe(str(sounds / "1.wav"), params).text for llm in (plain, drafted)]
     assert texts[0] == texts[1] != ""
@@ -239,7 +195,7 @@ def test_a_draft_is_trained_and_used(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target(tmp_path), recordings(tmp_path)
+    save_speech(tmp_path / "whisper"), recordings(tmp_path)
     whole = config_of(tmp_path, out=str(tmp_path / "whole"))
     assert train_speech(whole)["finished"]
     config = config_of(tmp_path)
@@ -254,7 +210,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, mon
 
 @pytest.mark.thorough
 def test_held_out_files_are_measured_under_their_names(tmp_path: Path) -> None:
-    target(tmp_path), recordings(tmp_path)
+    save_speech(tmp_path / "whisper"), recordings(tmp_path)
     config = config_of(tmp_path, valid=(f"short={tmp_path / 'sounds' / '2.wav'}",), audio=(f"{tmp_path}/sounds/1.wav",))
     summary = train_speech(config.changed(tokens=64))
     assert set(summary["held_out"]) == {"short"}
@@ -275,9 +231,9 @@ def test_held_out_files_are_measured_under_their_names(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], error: type[SakiyomiError], message: str) -> None:
-    target(tmp_path), recordings(tmp_path)
+    save_speech(tmp_path / "whisper"), recordings(tmp_path)
     (tmp_path / "empty").mkdir()
-    for part in (tiny_llama(), TOKENIZER):
+    for part in (tiny_llama(), PROCESSOR.tokenizer):
         part.save_pretrained(tmp_path / "llama")
 
     def placed(name: str, value: Any) -> Any:
