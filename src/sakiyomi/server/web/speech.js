@@ -72,7 +72,7 @@ async function hear(file, name) {
         line.before(row);
         $("end").scrollIntoView({block: "nearest"});
       } else if (value.type === "transcript.text.done") {
-        say(line, found.length ? "heard" : "heardNothing", {seconds: value.duration, language: value.language ?? ""});
+        say(line, found.length ? "heard" : "heardNothing", {seconds: value.duration, language: value.language ? `· ${value.language}` : ""});
         say($("status"), "done", {tokens: value.segments.reduce((sum, one) => sum + one.tokens.length, 0), text: value.text});
         break;
       }
