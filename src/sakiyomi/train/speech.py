@@ -36,7 +36,7 @@ from sakiyomi.train.config import TextOptions
 from sakiyomi.train.data import TextSpec, parse_valid
 from sakiyomi.train.draft import WORTH
 from sakiyomi.train.export import Result, model_folder
-from sakiyomi.train.loop import Watch, compile_layers, on_device, place
+from sakiyomi.train.loop import Watch, on_device, place
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.recipe import Recipe, check_run, train
@@ -140,7 +140,6 @@ class _Speech(Recipe[TrainSpeech]):
         del self.target
         own, all_of = (sum(w.numel() for w in draft.parameters() if w.requires_grad or whole) for whole in (0, 1))
         self.reporter.note(f"a draft of {all_of / 1e6:.3g}M parameters, of which {own / 1e6:.3g}M are trained")
-        compile_layers(draft, self.config.loop.compile)
         return draft
 
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -195,6 +194,8 @@ class _Speech(Recipe[TrainSpeech]):
             if sum(each.seconds for each in sounds) >= MEASURED_SECONDS:
                 break
             sounds += [sound] * (name != TRAIN)
+        if not sounds:
+            return {"verdict": "the speed was not measured: the held-out sounds are no longer there"}
         # Interleaved, and the better of two: the first run of a shape is recorded, and other programs may be running.
         ways = EngineView(llm).engine, llm.engine
         runs = [[[_timed(engine, transcriber, sound) for engine in ways] for _ in range(2)] for sound in sounds]
@@ -279,7 +280,8 @@ def acceptance(model: Any, windows: list[Path], pad: Padding, ends: frozenset[in
     return {
         "greedy_agreement": agreed / max(tokens, 1),
         "acceptance_rate": accepted / max(drafted, 1),
-        "tau": (accepted + rounds) / max(rounds, 1),
+        # The first token of each window comes from the prefill, no round commits it.
+        "tau": (tokens - len(windows)) / max(rounds, 1),
         "tokens": tokens,
     }
 
