@@ -617,7 +617,7 @@ def commands(command: Any, name: str = "sakiyomi") -> Iterator[tuple[str, Any]]:
 def test_each_command_ends_with_an_example_that_it_takes() -> None:
     whole = get_command(app)
     for name, command in commands(whole):
-        if name.split()[1:] in (["memory"], ["cache"], ["export"]):
+        if name.split()[1:] in (["memory"], ["cache"], ["export"], ["import"]):
             continue  # they hold others and do nothing themselves
         example = (command.epilog or "").removeprefix("Example: ")
         assert example.startswith(name if name != "sakiyomi train" else "sakiyomi"), name

@@ -127,7 +127,7 @@ class SoundInWork:
     """A sound that is transcribed window by window: ``submit``, wait for the request, ``take``, until it is over.
 
     Attributes:
-        language: code; None: the model knows one language.
+        language: code; None: the model knows one language, or will detect it with the first window.
         seconds: length of the sound.
         over: all of it is read.
     """
@@ -158,7 +158,10 @@ class SoundInWork:
         self._before = list(self._prompt)
         self._source = self._make_source()
         self.task = sound.task or params.task
-        self._opening = self._open(sound.language or params.language)
+        self.language: str | None = None
+        language = sound.language or params.language
+        detected = language is None and bool(self._languages)  # by a pass of the model: with the first window
+        self._opening: list[int] | None = None if detected else self._open(language)
         self._no_speech = 0.0
         self._request: TokenizedPrompt | None = None
 
@@ -169,6 +172,8 @@ class SoundInWork:
 
     def submit(self) -> Request:
         """Queue the request for the next window, or for another try of the same."""
+        if self._opening is None:
+            self._opening = self._open(None)
         if self._tries == 0:
             self._source = self._source if self._seek == 0 else self._make_source()
             self._request = self._make_request()
@@ -254,13 +259,18 @@ class SoundInWork:
         padded = torch.nn.functional.pad(features, (0, self._window - features.shape[-1]))
         return Source({"input_features": padded}, self._window // FRAMES)
 
-    def _open(self, language: str | None) -> list[int]:
-        """The tokens that each window's text begins with; says the language."""
+    @property
+    def _languages(self) -> dict[str, int]:
+        """The model's languages; none if it knows one."""
         settings = self._inputs.settings
         known: dict[str, int] = getattr(settings, "lang_to_id", None) or {}
-        self.language = None
+        return {} if getattr(settings, "is_multilingual", True) is False else known
+
+    def _open(self, language: str | None) -> list[int]:
+        """The tokens that each window's text begins with; says the language."""
+        settings, known = self._inputs.settings, self._languages
         task: str | None = self.task
-        if not known or getattr(settings, "is_multilingual", True) is False:
+        if not known:
             if task != "transcribe" or (language or "en").lower() not in ("en", "english"):
                 raise InputError(
                     f"language is {language!r} and task is {task!r}, and the model transcribes one language; leave "
@@ -280,6 +290,7 @@ class SoundInWork:
         before = self._before if self._conditioned else self._prompt
         marker = getattr(settings, "prev_sot_token_id", None)
         previous = [marker, *before[-most:]] if before and marker is not None else []
+        assert self._opening is not None, "the first window was submitted"
         tokens = previous + self._opening
         begin, length = len(tokens), settings.max_length or context
         last = min(context, length + min(most, begin))

@@ -5,6 +5,7 @@ The windows of a sound are read one after the other. Each is a request of the en
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import io
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +26,6 @@ from sakiyomi.server.schema import read_as
 from sakiyomi.server.stream import event
 
 if TYPE_CHECKING:
-    from sakiyomi.engine.request import Request
     from sakiyomi.engine.transcription import SoundInWork
     from sakiyomi.server.worker import Worker
 
@@ -170,7 +170,7 @@ class Hearing:
 
     Args:
         worker: runs the engine.
-        begin: begins with the sound; called in the engine's thread.
+        begin: makes the sound's features; called in a thread of its own.
         client: for fair scheduling.
 
     Attributes:
@@ -194,8 +194,9 @@ class Hearing:
         Raises:
             Exception: what ended a window instead of its text.
         """
-        while self._begun is None or not self._begun.over:
-            job = Job([], SamplingParams(), index=len(self.jobs), client=self._client, submit=self._submit)
+        begun = self._begun = await asyncio.get_running_loop().run_in_executor(None, self._begin)
+        while not begun.over:
+            job = Job([], SamplingParams(), index=len(self.jobs), client=self._client, submit=begun.submit)
             if self._call is None:
                 self._call = self._worker.open([job])
             else:
@@ -203,16 +204,10 @@ class Hearing:
             async for happened in self._call:
                 if happened.step.error is not None:
                     raise happened.step.error
-            assert job.request is not None and self._begun is not None
-            out = job.request.generation()
-            for segment in await self._worker.run(functools.partial(self._begun.take, out)):
+            assert job.request is not None
+            for segment in await self._worker.run(functools.partial(begun.take, job.request.generation())):
                 self.found.append(segment)
                 yield segment
-
-    def _submit(self) -> Request:
-        if self._begun is None:
-            self._begun = self._begin()
-        return self._begun.submit()
 
     def _transcript(self) -> Transcript:
         assert self._begun is not None
