@@ -205,11 +205,13 @@ class SpeculationController:
         """The next tokens of a given text, as many as the largest size of a tested pass has rows for, or those that a
         grammar forces; None: the drafter is asked.
         """
+        forced = request.sampler.forced
+        if forced is None and not request.repeats:
+            return None
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         if request.repeats:
             begun = len(request.output)
             return Draft.chain(request.context.given[begun : begun + most], GIVEN)
-        forced = request.sampler.forced
         tokens = forced(request.tokens)[: min(most, FORCED)] if forced is not None else ()
         if not tokens:
             return None

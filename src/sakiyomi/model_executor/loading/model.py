@@ -178,9 +178,7 @@ def load_model(
     else:
         file = None if gguf is None else read_gguf(gguf, vocabulary=False)
         files = read_checkpoint(folder, allow_pickle=allow_pickle) if file is None else checkpoint_of(file)
-        final = wanted or _stored_dtype(config, files)
-        if quantize and wanted is None and final is torch.float16 and place.type == "cpu":
-            final = torch.bfloat16  # rows beside rounded weights: the kernels have none in float16
+        final = wanted or _stored_dtype(config, files, rounded=bool(quantize) and place.type == "cpu")
         reader = Reader(name, folder, files, final, place, trust_remote_code, allow_pickle, file, config)
         if packed and quantize is None and file is not None and _can_run_blocks(reader, wanted):
             loaded, copy_of = _as_blocks(reader, tokenizer, offloaded)
@@ -446,11 +444,12 @@ def _from_pair(
     return Loaded(model, tokenizer, name, None, owned=False, extractor=extractor)
 
 
-def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
+def _stored_dtype(config: Any, checkpoint: Checkpoint, *, rounded: bool = False) -> torch.dtype:
+    """The dtype of a checkpoint; ``rounded``: of the rows beside its weights, for which kernels have no float16."""
     for value in (getattr(text_config(config), "dtype", None), getattr(config, "dtype", None), checkpoint.dtype):
         found = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
         if isinstance(found, torch.dtype) and found.is_floating_point:
-            return found
+            return torch.bfloat16 if rounded and found is torch.float16 else found
     return torch.float32
 
 
