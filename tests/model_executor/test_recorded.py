@@ -104,7 +104,7 @@ def test_passes_have_the_rows_that_they_need(dtype: str, tmp_path: Path) -> None
     assert [target.padded(rows) for rows in (1, 2, 3, 5, 9, 17, 33, 65)] == [1, 2, 3, 5, 10, 20, 40, 80]
     assert all(size < 1.25 * rows for rows in range(1, 128) if (size := target.padded(rows)) > rows)
     with llm.target.cache.lent(80) as slot:
-        expected = llm.target.score([SequenceRows(slot, 0, tokens, prompt=True)]).logits.clone()
+        expected = llm.target.score([SequenceRows(slot, 0, tokens)]).logits.clone()
     with target.cache.lent(80) as slot:
         for rows in range(1, 71):
             found = target.score([SequenceRows(slot, 0, tokens[:rows])]).logits
