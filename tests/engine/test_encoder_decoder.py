@@ -18,7 +18,7 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.build import build_runner
@@ -219,6 +219,24 @@ def test_a_draft_with_the_targets_encoder_has_it_run_once(tmp_path: Path) -> Non
         found = tokens(llm, sources("marian"), params(gamma=2))
         assert found == tokens(llm_of("marian"), sources("marian"), params())
         assert (own.lender is not None, not calls) == (lent, lent)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_the_kernels_run_the_encoder(name: str) -> None:
+    """Its linear layers, rounded where that is asked for; what it reads stays nearly the same."""
+    read = []
+    for quantize in (None, "int8"):
+        llm = LLM((copy.deepcopy(model_of(name)), TOKENIZER), "none", compile=False, quantize=quantize)
+        encoder, source = llm.target.weights.encoder, llm.engine.process(sources(name)[0], params()).source
+        assert encoder is not None and source is not None
+        layers = [part for part in encoder.module.modules() if isinstance(part, PackedLinear)]
+        assert layers and {layer.bits for layer in layers} == {8 if quantize else 16}
+        with llm.target.cache.lent(8) as slot:
+            llm.target.make_room(slot, 8, source)
+        (hidden,) = source.encoded.values()
+        read.append(hidden)
+    assert 0 < float((read[1] - read[0]).norm() / read[0].norm()) < 0.05
 
 
 class Noting(TorchFunctionMode):
