@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,42 +24,23 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
 
-@dataclass(frozen=True, eq=False)
-class Heard:
-    """Features of a sound for the encoder, with its language and task, see ``Audio``."""
-
-    features: Tensor
-    language: str | None
-    task: str | None
-
-
-def hear(audio: Audio, extractor: Any, frames: int) -> Heard:
-    """Features of a sound; may be called in any thread.
+def features_of(sound: Audio, extractor: Any, frames: int) -> tuple[Tensor, int]:
+    """Features of a sound, padded to the encoder's window at least; may be called in any thread.
 
     Args:
-        audio: no longer than the encoder's window.
-        extractor: the model's feature extractor; None: it has none.
+        sound: of any length.
+        extractor: the model's feature extractor.
         frames: of the window.
 
-    Raises:
-        InputError: it is longer.
-        UnsupportedError: there is no extractor.
+    Returns:
+        (1, mels, frames), and how many of the frames are the sound's.
     """
-    if extractor is None:
-        raise UnsupportedError(
-            "the model has no feature extractor (preprocessor_config.json), so that nothing can be made of a "
-            "sound; pass (model, processor), or a tensor of input features"
-        )
     rate, hop = int(extractor.sampling_rate), int(extractor.hop_length)
-    sound = audio.resampled(rate)
-    most = frames * hop
-    if len(sound.samples) > most:
-        raise InputError(
-            f"the sound is {audio.seconds:.1f} s long, and the model's encoder takes {most / rate:g} s; give its "
-            "parts one by one (Audio.split)"
-        )
-    made = extractor(sound.samples, sampling_rate=rate, return_tensors="pt", padding="max_length", max_length=most)
-    return Heard(made["input_features"], audio.language, audio.task)
+    samples, window = sound.resampled(rate).samples, frames * hop
+    fits = len(samples) <= window
+    padding: dict[str, Any] = {"padding": "max_length", "max_length": window} if fits else {"padding": "longest"}
+    made = extractor(samples, sampling_rate=rate, return_tensors="pt", truncation=False, **padding)
+    return made["input_features"], max(1, len(samples) // hop)
 
 
 class SourceInputProcessor:
@@ -163,9 +144,7 @@ class SourceInputProcessor:
     def _sound(self, prompt: Any) -> Source:
         mels, frames = int(self._config.num_mel_bins), self.frames
         if isinstance(prompt, Audio):
-            features = hear(prompt, self.extractor, frames).features
-        elif isinstance(prompt, Heard):
-            features = prompt.features
+            features = self._features(prompt)
         elif isinstance(prompt, Tensor):
             features = prompt[None] if prompt.dim() == 2 else prompt
         else:
@@ -179,6 +158,22 @@ class SourceInputProcessor:
                 f"floats of ({mels}, {frames}): make them with its own feature extractor, or give a sakiyomi.Audio"
             )
         return Source({"input_features": features}, frames // 2)
+
+    def _features(self, sound: Audio) -> Tensor:
+        """Those of a sound that fits into the encoder's window."""
+        if self.extractor is None:
+            raise UnsupportedError(
+                "the model has no feature extractor (preprocessor_config.json), so that nothing can be made of a "
+                "sound; pass (model, processor), or a tensor of input features"
+            )
+        rate, most = int(self.extractor.sampling_rate), self.frames * int(self.extractor.hop_length)
+        sound = sound.resampled(rate)
+        if len(sound.samples) > most:
+            raise InputError(
+                f"the sound is {sound.seconds:.1f} s long, and the model's encoder takes {most / rate:g} s; give its "
+                "parts one by one (Audio.split)"
+            )
+        return features_of(sound, self.extractor, self.frames)[0]
 
     # ------------------------------------------------------------ the decoder's first tokens
 

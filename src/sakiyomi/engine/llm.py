@@ -270,9 +270,10 @@ class LLM:
         """
         from sakiyomi.engine.transcription import Transcriber
 
-        given: Any = [sounds] if isinstance(sounds, Audio | str | os.PathLike) else list(sounds)
+        alone = isinstance(sounds, Audio | str | os.PathLike)
+        given: Any = [sounds] if alone else list(sounds)  # type: ignore[arg-type]
         found = Transcriber(self).transcribe_all(given, params)
-        return found if isinstance(sounds, list | tuple) else found[0]
+        return found[0] if alone else found
 
     def prefix(self, text: str | Sequence[int]) -> Prefix:
         """Compute a beginning once, to save it and continue it many times: a document, a system prompt.

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
@@ -21,7 +20,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.transcripts import Segment, Transcript, TranscriptionParams, Word
-from sakiyomi.engine.encoder_inputs import SourceInputProcessor
+from sakiyomi.engine.encoder_inputs import SourceInputProcessor, features_of
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.transcription_rules import TimestampRules
@@ -137,7 +136,7 @@ class SoundInWork:
         self._max_context, self._params, self.seconds = transcriber.max_context, params, sound.seconds
         settings = self._inputs.settings
         self._window = int(self._inputs.frames)
-        self._features, self._end = _features(sound, self._inputs.extractor, self._window)
+        self._features, self._end = features_of(sound, self._inputs.extractor, self._window)
         self._times = params.timestamps != "none" or self._features.shape[-1] > self._window
         silent = getattr(settings, "no_timestamps_token_id", None)
         if silent is None and self._times:
@@ -313,25 +312,6 @@ class SoundInWork:
     def _text(self, tokens: Sequence[int]) -> str:
         text: str = self._inputs.tokenizer.decode([token for token in tokens if self._is_text(token)])
         return text
-
-
-def _features(sound: Audio, extractor: Any, window: int) -> tuple[Tensor, int]:
-    """Features of a sound, padded to a window at least, and how many of their frames are the sound's.
-
-    Args:
-        sound: of any length.
-        extractor: the model's feature extractor.
-        window: frames of a window.
-
-    Returns:
-        (1, mels, frames), and the number of frames.
-    """
-    rate, hop = int(extractor.sampling_rate), int(extractor.hop_length)
-    samples = sound.resampled(rate).samples
-    fits = len(samples) <= window * hop
-    padding: dict[str, Any] = {"padding": "max_length", "max_length": window * hop} if fits else {"padding": "longest"}
-    made = extractor(samples, sampling_rate=rate, return_tensors="pt", truncation=False, **padding)
-    return made["input_features"], max(1, len(samples) // hop)
 
 
 def _prompt_tokens(prompt: str | None, tokenizer: Any, special: frozenset[int]) -> list[int]:

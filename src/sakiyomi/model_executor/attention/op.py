@@ -228,26 +228,21 @@ def _attend_source(
 @functools.cache
 def register_source() -> None:
     """Make ``SOURCE`` known to transformers."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(SOURCE, _attend_source)
-    AttentionMaskInterface.register(SOURCE, _no_mask)
+    _register(SOURCE, _attend_source, _no_mask)
 
 
 @functools.cache
 def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
-    _register(name, _attention_of(attend), _no_mask, cross)
+    _register(name, _attention_of(attend), _no_mask)
+    CROSS[name] = cross
 
 
-def _register(
-    name: str, attention: Callable[..., Any], mask: Callable[..., Any], cross: Callable[[Tensor, int, float], Tensor]
-) -> None:
+def _register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
-    CROSS[name] = cross
 
 
 def note_calls(model: nn.Module, forward: Callable[[], object]) -> tuple[list[Any], list[LayerShape]]:
@@ -283,7 +278,8 @@ def _switch_to_probe(model: nn.Module) -> None:
 
 @functools.cache
 def _register_probe() -> None:
-    _register(PROBE, _noting, _noting_mask, lambda q, layer, scaling: q.transpose(1, 2))
+    _register(PROBE, _noting, _noting_mask)
+    CROSS[PROBE] = lambda q, layer, scaling: q.transpose(1, 2)
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | None) -> list[LayerShape] | None:
