@@ -109,20 +109,13 @@ ENGINES: dict[str, Callable[[argparse.Namespace], Transcribe]] = {
 
 # ---------------------------------------------------------------- whisper.cpp's file
 
-NAMES = {
-    "layers": "blocks", "self_attn_layer_norm": "attn_ln", "encoder_attn_layer_norm": "cross_attn_ln",
-    "final_layer_norm": "mlp_ln", "self_attn": "attn", "encoder_attn": "cross_attn", "q_proj": "query", "k_proj": "key",
-    "v_proj": "value", "out_proj": "out", "fc1": "mlp.0", "fc2": "mlp.2",
-    "encoder.layer_norm": "encoder.ln_post", "decoder.layer_norm": "decoder.ln", "embed_tokens": "token_embedding",
-    "embed_positions.weight": "positional_embedding",
-}  # fmt: skip
-"""Parts of the names of tensors, from transformers' to whisper.cpp's, in this order."""
-
 
 def write_ggml(folder: str, path: Path) -> None:
     """Write a Whisper folder as a file of whisper.cpp, in float16."""
     from transformers import WhisperForConditionalGeneration, WhisperProcessor
     from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    from sakiyomi.model_executor.loading.ggml_whisper import openai_name
 
     model, processor = WhisperForConditionalGeneration.from_pretrained(folder), WhisperProcessor.from_pretrained(folder)
     config, filters = model.config, np.asarray(processor.feature_extractor.mel_filters, np.float32).T
@@ -145,8 +138,7 @@ def write_ggml(folder: str, path: Path) -> None:
             if name in ("encoder.conv1.bias", "encoder.conv2.bias"):
                 data = data[:, None]
             wide = data.ndim < 2 or data.shape[-1] == 1 or "positions" in name
-            for old, new in NAMES.items():
-                name = name.replace(old, new)
+            name = openai_name(name)
             data = data if wide else data.astype(np.float16)
             file.write(struct.pack(f"3i{data.ndim}i", data.ndim, len(name), not wide, *reversed(data.shape)))
             file.write(name.encode() + data.tobytes())

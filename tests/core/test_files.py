@@ -14,7 +14,7 @@ import pytest
 
 from processes import own_environment
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.files import alone, cache_folder, whole_file
+from sakiyomi.core.files import alone, cache_folder, whole_file, whole_folder
 
 
 def write(path: Path, text: str) -> None:
@@ -79,6 +79,31 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
         other.write_text("of a process that is alive", encoding="utf-8")
         fresh.write_text("new", encoding="utf-8")
     assert names(tmp_path) == sorted([path.name, other.name]) and path.read_text(encoding="utf-8") == "new"
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "folder"
+    for failure in (KeyboardInterrupt, OSError(errno.ENOSPC, "full")):
+        with pytest.raises((KeyboardInterrupt, LoadError)), whole_folder(place, "choose another place") as fresh:
+            (fresh / "one").write_text("half", encoding="utf-8")
+            raise failure
+        assert list(place.parent.iterdir()) == []
+    left = subprocess.Popen([sys.executable, "-c", ""])
+    left.wait()
+    (place.parent / f".folder.{left.pid}.0.partial").mkdir()  # of a killed writer
+    place.mkdir()
+    with whole_folder(place, "") as fresh:
+        (fresh / "one").write_text("whole", encoding="utf-8")
+        assert list(place.iterdir()) == []
+    assert list(place.parent.iterdir()) == [place]
+    assert [path.read_text(encoding="utf-8") for path in place.iterdir()] == ["whole"]
+    with (
+        pytest.raises(LoadError, match=r"cannot write .*choose another"),
+        whole_folder(place, "choose another") as fresh,
+    ):
+        (fresh / "one").touch()  # the place is taken
+    assert list(place.parent.iterdir()) == [place]
+    assert (place / "one").read_text(encoding="utf-8") == "whole"
 
 
 def test_a_private_file_is_private_from_its_first_byte_on(tmp_path: Path) -> None:

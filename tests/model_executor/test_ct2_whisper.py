@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperConfig, WhisperForConditionalGeneration
+from transformers import AutoFeatureExtractor, AutoTokenizer, WhisperForConditionalGeneration
 from typer.testing import CliRunner
 
 from real_files import real
@@ -21,6 +21,7 @@ from sakiyomi.cli import app
 from sakiyomi.core.ctranslate2 import read_ct2
 from sakiyomi.model_executor.loading.ct2_whisper import import_whisper
 from toys import tiny_tokenizer
+from whisper_toys import toy
 
 TYPES = (np.float32, np.int8, np.int16, np.int32, np.float16)
 SPECIAL = (
@@ -42,35 +43,6 @@ CROSS = {
     "attention/linear_2": ("encoder_attn.out_proj",),
     "attention/layer_norm": ("encoder_attn_layer_norm",),
 }
-
-
-def toy(vocab: int) -> Any:
-    config = WhisperConfig(
-        vocab_size=vocab,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=3,
-        encoder_attention_heads=2,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=48,
-        num_mel_bins=16,
-        max_source_positions=50,
-        max_target_positions=40,
-        init_std=0.3,
-        pad_token_id=0,
-        bos_token_id=0,
-        eos_token_id=0,
-        decoder_start_token_id=1,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = WhisperForConditionalGeneration(config).eval()
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.data.normal_(std=0.3)
-    return model.half().float()
 
 
 def variables(model: Any) -> dict[str, NDArray[Any]]:
@@ -200,6 +172,11 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     del lacking["encoder/conv2/bias"]
     write_ct2(path, lacking)
     with pytest.raises(LoadError, match="encoder/conv2/bias"):
+        import_whisper(folder, out)
+    lacking = variables(toy(400))
+    del lacking["decoder/layer_1/ffn/linear_0/bias"]
+    write_ct2(path, lacking)
+    with pytest.raises(LoadError, match=r"layers\.1\.fc1\.bias should be \[48\].* lacks it"):
         import_whisper(folder, out)
     path.write_bytes(data)
     (folder / "tokenizer.json").unlink()

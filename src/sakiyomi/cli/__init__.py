@@ -118,7 +118,7 @@ add_group(
     export.stages,
     help="Export models and trained heads to other tools; cut a model.",
 )
-add_group(app, "import", import_.ct2, help="Import models of other tools.")
+add_group(app, "import", import_.ct2, import_.ggml, help="Import models of other tools.")
 app.add_typer(train.app, name="train")
 
 

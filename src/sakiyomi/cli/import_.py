@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.export import new_folder
@@ -11,7 +12,7 @@ from sakiyomi.cli.output import progress, say
 
 
 @dataclass(frozen=True)
-class ImportOptions:
+class Ct2Options:
     """The model, and where it goes.
 
     Attributes:
@@ -23,7 +24,20 @@ class ImportOptions:
     out: str = field(metadata={"argument": "OUT_FOLDER"})
 
 
-def ct2(options: ImportOptions, output: JsonOption) -> None:
+@dataclass(frozen=True)
+class GgmlOptions:
+    """The model, and where it goes.
+
+    Attributes:
+        model: the file, ggml-*.bin.
+        out: folder to create.
+    """
+
+    model: str = field(metadata={"argument": "FILE"})
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+
+
+def ct2(options: Ct2Options, output: JsonOption) -> None:
     """Write a Whisper model of CTranslate2, as faster-whisper uses it, in Hugging Face format.
 
     Weights are written in float16; those that were rounded to 8 bits stay as they were rounded.
@@ -35,6 +49,26 @@ def ct2(options: ImportOptions, output: JsonOption) -> None:
 
         out = new_folder(options.out)
         config = import_whisper(Path(options.model).expanduser(), out)
+    _tell(out, config, output)
+
+
+def ggml(options: GgmlOptions, output: JsonOption) -> None:
+    """Write a Whisper model of whisper.cpp in Hugging Face format.
+
+    Weights are written in float16, quantized ones (Q4_0 to Q8_0, K formats) as the numbers that they stand for. The
+    tokenizer is made of the file's tokens.
+
+    Example: sakiyomi import ggml ggml-tiny.bin whisper-tiny
+    """
+    with progress("reading"):
+        from sakiyomi.model_executor.loading.ggml_whisper import import_whisper
+
+        out = new_folder(options.out)
+        config = import_whisper(Path(options.model).expanduser(), out)
+    _tell(out, config, output)
+
+
+def _tell(out: Path, config: dict[str, Any], output: JsonOption) -> None:
     layers = f"{config['encoder_layers']} + {config['decoder_layers']} layers of width {config['d_model']}"
     say(f"{out}: whisper, {layers}, {config['vocab_size']} tokens")
     output.emit({"folder": str(out), "config": config})

@@ -1,4 +1,4 @@
-"""Model files of CTranslate2 (``model.bin``): variables by name. Every length is checked before it is used.
+"""Model files of CTranslate2 (``model.bin``): variables by name.
 
 A file is a version (6), the name and revision of the kind of model, the variables (name, shape, type, bytes), and
 aliases (name, name of the variable). Everything is little-endian; a name is its length with a zero byte, and the bytes.
@@ -7,14 +7,14 @@ aliases (name, name of the variable). Everything is little-endian; a name is its
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sakiyomi.core.byte_reader import ByteReader
 from sakiyomi.core.errors import LoadError, UnsupportedError
 
 _VERSION = 6
@@ -39,15 +39,23 @@ class Ct2File:
     revision: int
     variables: dict[str, NDArray[Any]]
 
-    def value(self, name: str) -> NDArray[Any]:
-        """A variable; of a quantized one (int8 by row, int16 as a whole) the numbers that it stands for, in float32.
+    def stored(self, name: str) -> NDArray[Any]:
+        """A variable as it is stored, of a quantized one the codes.
 
         Raises:
             LoadError: there is none of the name.
         """
         if name not in self.variables:
             raise LoadError(f"{self.path} has no variable {name!r}; convert the model again")
-        found, scale = self.variables[name], self.variables.get(f"{name}_scale")
+        return self.variables[name]
+
+    def value(self, name: str) -> NDArray[Any]:
+        """A variable; of a quantized one (int8 by row, int16 as a whole) the numbers that it stands for, in float32.
+
+        Raises:
+            LoadError: there is none of the name.
+        """
+        found, scale = self.stored(name), self.variables.get(f"{name}_scale")
         if scale is None:
             return found
         whole = found.astype(np.float32)
@@ -62,17 +70,10 @@ def read_ct2(path: Path) -> Ct2File:
         LoadError: it cannot be read, is damaged, or is another kind of file.
         UnsupportedError: its version is not read.
     """
-    try:
-        data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
-    except OSError as error:
-        raise LoadError(f"{path} cannot be read ({error.strerror}); check the path") from None
-    return _Parser(path, data).parse()
+    return _Parser(path, "model file of CTranslate2").parse()
 
 
-class _Parser:
-    def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
-        self.path, self.data, self.place = path, data, 0
-
+class _Parser(ByteReader):
     def parse(self) -> Ct2File:
         version = self.number("<I")
         if version != _VERSION:
@@ -80,17 +81,17 @@ class _Parser:
                 f"{self.path} has version {version} of CTranslate2's format; expected {_VERSION}: convert the model "
                 "again with ctranslate2 3 or 4"
             )
-        kind, revision = self.text(), self.number("<I")
+        kind, revision = self.name(), self.number("<I")
         variables = dict(self.variable() for _ in range(self.number("<I")))
         for _ in range(self.number("<I")):
-            alias, name = self.text(), self.text()
+            alias, name = self.name(), self.name()
             if name not in variables:
                 self.damaged(f"{alias!r} stands for {name!r}, which is not there")
             variables[alias] = variables[name]
         return Ct2File(self.path, kind, revision, variables)
 
     def variable(self) -> tuple[str, NDArray[Any]]:
-        name, rank = self.text(), self.number("<B")
+        name, rank = self.name(), self.number("<B")
         if rank > _MOST_DIMENSIONS:
             self.damaged(f"{name!r} would have {rank} dimensions")
         shape = [self.number("<I") for _ in range(rank)]
@@ -105,22 +106,5 @@ class _Parser:
             values = (values.astype(np.uint32) << 16).view(np.float32)
         return name, values
 
-    def text(self) -> str:
-        length = self.number("<H")
-        try:
-            return bytes(self.take(length)).rstrip(b"\0").decode()
-        except UnicodeDecodeError:
-            self.damaged("a name is no text")
-
-    def number(self, form: str) -> int:
-        return int(struct.unpack(form, bytes(self.take(struct.calcsize(form))))[0])
-
-    def take(self, size: int) -> NDArray[np.uint8]:
-        """The next bytes."""
-        if self.place + size > len(self.data):
-            self.damaged("it ends too early")
-        self.place += size
-        return self.data[self.place - size : self.place]
-
-    def damaged(self, why: str) -> NoReturn:
-        raise LoadError(f"{self.path} is no model file of CTranslate2, or damaged ({why}); download it again")
+    def name(self) -> str:
+        return self.text(self.number("<H")).rstrip("\0")

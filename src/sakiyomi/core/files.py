@@ -1,4 +1,4 @@
-"""Atomic writes of files, which survive a power failure; locks of folders; the cache folder."""
+"""Atomic writes of files and folders, which survive a power failure; locks of folders; the cache folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import glob
 import logging
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -98,6 +99,35 @@ def whole_file(path: Path, advice: str, *, private: bool = False) -> Iterator[Pa
 
 
 @contextmanager
+def whole_folder(path: Path, advice: str) -> Iterator[Path]:
+    """A folder to write to, which takes the place of ``path`` when the block ends, and is removed if the block fails.
+
+    Args:
+        path: of the folder; there is none, or an empty one.
+        advice: what to do where it cannot be written.
+
+    Raises:
+        LoadError: it cannot be written.
+    """
+    path = path.absolute()
+    fresh = partial(path)
+    try:
+        fresh.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path)
+        fresh.mkdir()
+        yield fresh
+        for each in (*fresh.iterdir(), fresh):
+            sync(each)
+        if path.is_dir():
+            path.rmdir()
+        fresh.replace(path)
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error.strerror or error}; {advice}") from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+@contextmanager
 def alone(folder: Path, busy: str = "") -> Iterator[None]:
     """Lock a folder against other processes that write there, where the system has such locks (Windows has none).
 
@@ -134,9 +164,9 @@ def alone(folder: Path, busy: str = "") -> Iterator[None]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove temporary files of this path whose process is gone."""
+    """Remove temporary files and folders of this path whose process is gone."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         process = leftover.name.removeprefix(f".{path.name}.").split(".")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):
             with suppress(OSError):
-                leftover.unlink()
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

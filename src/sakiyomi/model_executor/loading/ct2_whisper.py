@@ -6,9 +6,9 @@ in the vocabulary only.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.ctranslate2 import Ct2File, read_ct2
 from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.model_executor.loading.whisper_folder import Weight, config_of, special_ids, write_whisper
 
-_MULTILINGUAL = 51865
-"""Tokens of the smallest vocabulary with languages; English-only models have one less."""
-_TIME = "<|{:.2f}|>"
 _NORMS = {"gamma": "weight", "beta": "bias"}
 _PARTS = {
     "self_attention/linear_0": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -44,135 +42,83 @@ def import_whisper(folder: Path, out: Path) -> dict[str, Any]:
 
     Args:
         folder: with model.bin, config.json and tokenizer.json.
-        out: an empty folder.
+        out: a folder to create, or an empty one.
 
     Returns:
         The configuration, as in config.json.
 
     Raises:
-        LoadError: a file is missing or damaged.
+        LoadError: a file is missing or damaged, or the folder cannot be written.
         UnsupportedError: it is no whisper model.
     """
-    from safetensors.numpy import save_file
-
     file = read_ct2(folder / "model.bin")
     if file.kind != "WhisperSpec" or file.revision < 3:
         raise UnsupportedError(
             f"{file.path} is a {file.kind} of revision {file.revision}; expected a WhisperSpec of revision 3 or later"
         )
     tokenizer, settings = _tokenizer(folder), read_json(folder / "config.json")
-    size = file.value("decoder/embeddings/weight").shape[0]
-    ids = _special_ids(tokenizer, folder)
-    config = _config(file, ids)
-    tensors = dict(_tensors(file))
-    _add_times(tokenizer, ids["<|notimestamps|>"], size)
-    texts = {
-        "config.json": config,
-        "generation_config.json": _generation(settings, ids, config),
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": _tokenizer_settings(ids),
-        "preprocessor_config.json": _extractor(folder, config),
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    for name, value in texts.items():
-        (out / name).write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    config = config_of(_sizes(file), special_ids(tokenizer, folder))
+    write_whisper(out, folder, config, _weights(file), tokenizer, settings, _extractor(folder))
     return config
 
 
-def _tensors(file: Ct2File) -> Iterator[tuple[str, NDArray[np.float16]]]:
+def _weights(file: Ct2File) -> dict[str, Weight]:
     """The weights by transformers' names."""
+
+    def part(name: str, place: int, count: int) -> NDArray[Any]:
+        return np.split(file.value(name), count)[place]
+
+    found = {}
+    for own, name, place, count in _names(file):
+        rows, *rest = file.stored(name).shape
+        found[own] = Weight((rows // count, *rest), partial(part, name, place, count))
+    return found
+
+
+def _names(file: Ct2File) -> Iterator[tuple[str, str, int, int]]:
+    """Weights' names, of each its variable's, and which part it is of how many one below the other."""
     for name in file.variables:
         if (found := _LAYER.fullmatch(name)) is None or found[3] not in _PARTS:
             continue
         side, number, module, kind = found.groups()
         modules = _PARTS[module]
-        for part, values in zip(modules, np.split(file.value(name), len(modules)), strict=True):
+        for place, part in enumerate(modules):
             if not (kind == "bias" and part.endswith("k_proj")):  # zeros: keys have none
-                yield f"model.{side}.layers.{number}.{part}.{_NORMS.get(kind, kind)}", _half(values)
+                own = f"model.{side}.layers.{number}.{part}.{_NORMS.get(kind, kind)}"
+                yield own, name, place, len(modules)
     for side in ("encoder", "decoder"):
-        yield f"model.{side}.embed_positions.weight", _half(file.value(f"{side}/position_encodings/encodings"))
+        yield f"model.{side}.embed_positions.weight", f"{side}/position_encodings/encodings", 0, 1
         for kind, own in _NORMS.items():
-            yield f"model.{side}.layer_norm.{own}", _half(file.value(f"{side}/layer_norm/{kind}"))
+            yield f"model.{side}.layer_norm.{own}", f"{side}/layer_norm/{kind}", 0, 1
     for conv in ("conv1", "conv2"):
         for kind in ("weight", "bias"):
-            yield f"model.encoder.{conv}.{kind}", _half(file.value(f"encoder/{conv}/{kind}"))
-    yield "model.decoder.embed_tokens.weight", _half(file.value("decoder/embeddings/weight"))
+            yield f"model.encoder.{conv}.{kind}", f"encoder/{conv}/{kind}", 0, 1
+    yield "model.decoder.embed_tokens.weight", "decoder/embeddings/weight", 0, 1
 
 
-def _half(values: NDArray[Any]) -> NDArray[np.float16]:
-    return np.ascontiguousarray(values, np.float16)
-
-
-def _config(file: Ct2File, ids: dict[str, int]) -> dict[str, Any]:
+def _sizes(file: Ct2File) -> dict[str, int]:
     def layers(side: str) -> int:
         return 1 + max(int(found[2]) for name in file.variables if (found := _LAYER.match(name)) and found[1] == side)
 
-    channels, mels = file.value("encoder/conv1/weight").shape[:2]
-    config: dict[str, Any] = {
-        "architectures": ["WhisperForConditionalGeneration"],
-        "model_type": "whisper",
+    channels, mels = file.stored("encoder/conv1/weight").shape[:2]
+    sizes = {
         "d_model": channels,
         "num_mel_bins": mels,
-        "vocab_size": file.value("decoder/embeddings/weight").shape[0],
-        "max_source_positions": file.value("encoder/position_encodings/encodings").shape[0],
-        "max_target_positions": file.value("decoder/position_encodings/encodings").shape[0],
-        "num_hidden_layers": layers("encoder"),
-        "activation_function": "gelu",
-        "median_filter_width": 7,
-        "tie_word_embeddings": True,
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|endoftext|>"],
-        "pad_token_id": ids["<|endoftext|>"],
-        "decoder_start_token_id": ids["<|startoftranscript|>"],
-        "dtype": "float32",  # to compute in; CPUs have no fast products of float16, which the file is stored in
+        "vocab_size": file.stored("decoder/embeddings/weight").shape[0],
+        "max_source_positions": file.stored("encoder/position_encodings/encodings").shape[0],
+        "max_target_positions": file.stored("decoder/position_encodings/encodings").shape[0],
     }
     for side in ("encoder", "decoder"):
-        config[f"{side}_layers"] = layers(side)
-        config[f"{side}_attention_heads"] = int(file.value(f"{side}/num_heads"))
-        config[f"{side}_ffn_dim"] = file.value(f"{side}/layer_0/ffn/linear_0/weight").shape[0]
-    return config
+        sizes[f"{side}_layers"] = layers(side)
+        sizes[f"{side}_attention_heads"] = int(file.value(f"{side}/num_heads"))
+        sizes[f"{side}_ffn_dim"] = file.stored(f"{side}/layer_0/ffn/linear_0/weight").shape[0]
+    return sizes
 
 
-def _generation(settings: dict[str, Any], ids: dict[str, int], config: dict[str, Any]) -> dict[str, Any]:
-    """What ``generate`` has to know, as OpenAI's own checkpoints say it."""
-    end, start, silent = ids["<|endoftext|>"], ids["<|startoftranscript|>"], ids["<|notimestamps|>"]
-    tasks = {name: ids[f"<|{name}|>"] for name in ("transcribe", "translate")}
-    many = config["vocab_size"] >= _MULTILINGUAL
-    found: dict[str, Any] = {
-        "alignment_heads": settings.get("alignment_heads"),
-        "suppress_tokens": settings.get("suppress_ids"),
-        "begin_suppress_tokens": settings.get("suppress_ids_begin"),
-        "bos_token_id": end,
-        "eos_token_id": end,
-        "pad_token_id": end,
-        "decoder_start_token_id": start,
-        "forced_decoder_ids": [[1, None], [2, tasks["transcribe"]]] if many else [[1, silent]],
-        "is_multilingual": many,
-        "max_initial_timestamp_index": 50,
-        "max_length": config["max_target_positions"],
-        "no_timestamps_token_id": silent,
-        "prev_sot_token_id": ids["<|startofprev|>"],
-        "return_timestamps": False,
-    }
-    if many:
-        first, last = start + 1, min(tasks.values())
-        found["lang_to_id"] = {name: token for name, token in ids.items() if first <= token < last}
-        found["task_to_id"] = tasks
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _extractor(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of the feature extractor: those of the folder, else Whisper's."""
-    if (own := folder / "preprocessor_config.json").is_file():
-        return read_json(own) | {"feature_extractor_type": "WhisperFeatureExtractor"}
-    from transformers import WhisperFeatureExtractor
-
-    made: dict[str, Any] = WhisperFeatureExtractor(feature_size=config["num_mel_bins"]).to_dict()
-    return made
-
-
-# ---------------------------------------------------------------- the tokenizer
+def _extractor(folder: Path) -> dict[str, Any] | None:
+    """Settings of the folder's feature extractor."""
+    path = folder / "preprocessor_config.json"
+    return read_json(path) | {"feature_extractor_type": "WhisperFeatureExtractor"} if path.is_file() else None
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
@@ -183,42 +129,3 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
     if not isinstance(found.get("added_tokens"), list):
         raise LoadError(f"{path} has no added_tokens; copy it from the model that was converted (openai/whisper-*)")
     return found
-
-
-def _special_ids(tokenizer: dict[str, Any], folder: Path) -> dict[str, int]:
-    """Special tokens, in the order of their ids.
-
-    Raises:
-        LoadError: one is missing.
-    """
-    ids = {each["content"]: int(each["id"]) for each in tokenizer["added_tokens"] if each.get("special")}
-    needed = ("endoftext", "startoftranscript", "translate", "transcribe", "startofprev", "notimestamps")
-    for name in needed:
-        if f"<|{name}|>" not in ids:
-            raise LoadError(f"{folder / 'tokenizer.json'} has no token <|{name}|>; copy it from the original model")
-    return dict(sorted(ids.items(), key=lambda item: item[1]))
-
-
-def _add_times(tokenizer: dict[str, Any], silent: int, size: int) -> None:
-    """Add the tokens of times, which older tokenizer files leave out: every 0.02 seconds from the token after."""
-    known = {each["id"] for each in tokenizer["added_tokens"]}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    for token in range(silent + 1, size):
-        if token not in known:
-            content = _TIME.format((token - silent - 1) * 0.02)
-            tokenizer["added_tokens"].append({"id": token, "content": content, **flags})
-
-
-def _tokenizer_settings(ids: dict[str, int]) -> dict[str, Any]:
-    end = "<|endoftext|>"
-    return {
-        "tokenizer_class": "WhisperTokenizer",
-        "bos_token": end,
-        "eos_token": end,
-        "unk_token": end,
-        "pad_token": end,
-        "add_prefix_space": False,
-        "errors": "replace",
-        "model_max_length": 1024,
-        "additional_special_tokens": list(ids),
-    }
