@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -109,26 +110,83 @@ def test_a_bad_file_does_not_stop_the_others(run: Run, own: LLM, files: list[Pat
         assert path.with_suffix(".vtt").read_text(encoding="utf-8") == WRITERS["vtt"](wanted(own, path))
 
 
-@pytest.mark.thorough
-def test_ctrl_c_keeps_what_is_finished(
-    run: Run, own: LLM, files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transcripts = [wanted(own, path) for path in files]
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second file's third window."""
     take = SoundInWork.take
-    lengths: list[float] = []
+    windows: list[int] = []
 
     def interrupted(sound: SoundInWork, *arguments: Any) -> Any:
-        lengths.append(id(sound))
-        if len(set(lengths)) == 2 and lengths.count(id(sound)) == 2:  # in the second file's second window
+        windows.append(id(sound))
+        if len(set(windows)) == 2 and windows.count(id(sound)) == 3:
             raise KeyboardInterrupt
         return take(sound, *arguments)
 
     monkeypatch.setattr(SoundInWork, "take", interrupted)
-    done = run(*files, "--format", "srt", "--output-dir", tmp_path / "out")
+
+
+def begun(own: LLM, path: Path) -> tuple[Transcript, str]:
+    """What was said in two windows, and where the third one begins."""
+    whole = wanted(own, path)
+    *seeks, third = sorted({segment.seek for segment in whole.segments})[:3]
+    stopped = f"stopped at {clock(third / 100)} of {clock(whole.seconds)}"
+    return dataclasses.replace(whole, segments=tuple(s for s in whole.segments if s.seek in seeks)), stopped
+
+
+@pytest.mark.thorough
+def test_ctrl_c_keeps_what_was_said(
+    run: Run, own: LLM, files: list[Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    part, stopped = begun(own, files[1])
+    transcripts = [wanted(own, files[0]), part]
+    request.getfixturevalue("ctrl_c")
+    done = run(*files, tmp_path / "c.wav", "--format", "srt", "--output-dir", tmp_path / "out")
     assert done.exit_code == 130
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.srt"]
-    text = "".join(map(WRITERS["txt"], transcripts))
-    assert text.startswith(done.stdout) and len(WRITERS["txt"](transcripts[0])) < len(done.stdout) < len(text)
+    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()} == {
+        f"{path.stem}.srt": WRITERS["srt"](transcript) for path, transcript in zip(files, transcripts, strict=True)
+    }
+    assert done.stdout == "".join(map(WRITERS["txt"], transcripts))
+    *_, told, last = done.stderr.splitlines()
+    assert told == f"{files[1]}: {stopped}, and what was said until then is in {tmp_path / 'out'}"
+    assert last == "interrupted"
+
+
+@pytest.mark.thorough
+def test_ctrl_c_ends_the_json_with_what_was_said(
+    run: Run, own: LLM, files: list[Path], request: pytest.FixtureRequest
+) -> None:
+    part, stopped = begun(own, files[1])
+    transcripts = [wanted(own, files[0]), part]
+    request.getfixturevalue("ctrl_c")
+    done = run(*files, "c.wav", "--json")
+    assert done.exit_code == 130
+    first, second = json.loads(done.stdout)["files"]
+    assert second.pop("error") == stopped and "error" not in first
+    for one, path, transcript in zip((first, second), files, transcripts, strict=True):
+        assert one == json.loads(json.dumps({"file": str(path)} | verbose(transcript)))
+
+
+@pytest.mark.thorough
+def test_thresholds_can_be_switched_off(run: Run, files: list[Path], tmp_path: Path) -> None:
+    """Texts of random weights pass no threshold, and would be tried again at the second temperature."""
+    names = ["logprob_threshold", "compression_ratio_threshold"]
+    (tmp_path / "own.toml").write_text("".join(f'{name} = "none"\n' for name in names), encoding="utf-8")
+    flags = [part for name in names for part in ("--" + name.replace("_", "-"), "none")]
+    environment = {f"SAKIYOMI_{name.upper()}": "None" for name in names}
+    ways: list[tuple[list[str], dict[str, str]]] = [
+        ([], {}),
+        (["--logprob-threshold", "-1000", "--compression-ratio-threshold", "9"], {}),
+        (flags, {}),
+        ([], environment),
+        (["--config", str(tmp_path / "own.toml")], {}),
+    ]
+    temperatures = []
+    for more, env in ways:
+        done = run(files[0], "--temperature", "0.02", "--no-speech-threshold", "none", "--json", *more, env=env)
+        assert done.exit_code == 0, done.output
+        temperatures.append({one["temperature"] for one in json.loads(done.stdout)["files"][0]["segments"]})
+    assert 0.01 in temperatures[0]
+    assert temperatures[1:] == [{0.02}] * 4
 
 
 @pytest.mark.parametrize(
@@ -141,6 +199,7 @@ def test_ctrl_c_keeps_what_is_finished(
         (["a.wav", "x/a.mp3", "--format", "srt", "--output-dir", "out"], "would be written to one file, a.srt"),
         (["a.wav", "--task", "sing"], "expected transcribe or translate"),
         (["a.wav", "--temperature", "9"], "expected 0 to 2"),
+        (["a.wav", "--logprob-threshold", "off"], "logprob_threshold is 'off'; expected a number, or none"),
         (["none.wav"], "there is no file"),
     ],
 )

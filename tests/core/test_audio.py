@@ -12,6 +12,8 @@ import pytest
 from scipy.signal import resample_poly
 
 from sakiyomi import Audio, InputError
+from sakiyomi.core import resampling
+from sakiyomi.core.resampling import resample
 
 
 def write(path: Path, frames: bytes, *, width: int = 2, channels: int = 1, rate: int = 16000) -> Path:
@@ -72,6 +74,32 @@ def test_a_long_sound_takes_little_memory() -> None:
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 8 * sound.samples.nbytes
+
+
+@pytest.mark.parametrize("name", ["a.wav", "a.flac"])
+def test_a_long_file_is_read_in_blocks(name: str, tmp_path: Path) -> None:
+    """Of two minutes in stereo at 48 kHz, all samples take 46 MB, and the wanted ones 8 MB."""
+    samples = np.random.default_rng(0).integers(-8000, 8000, (120 * 48000, 2), np.int16)
+    if name == "a.wav":
+        write(tmp_path / name, samples.tobytes(), channels=2, rate=48000)
+    else:
+        pytest.importorskip("soundfile").write(tmp_path / name, samples, 48000)
+    tracemalloc.start()
+    sound = Audio.read(tmp_path / name, sampling_rate=16000)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < sound.samples.nbytes + 40e6
+    assert sound.samples.tolist() == Audio.read(tmp_path / name).resampled(16000).samples.tolist()
+
+
+@pytest.mark.parametrize(("old", "new"), [(44100, 16000), (8000, 16000), (16000, 16000)])
+def test_the_cuts_between_blocks_are_not_heard(old: int, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = np.random.default_rng(0).normal(0, 0.1, 30000).astype(np.float32)
+    whole = np.concatenate([*resample([samples], old, new)])
+    monkeypatch.setattr(resampling, "BLOCK", 2000)
+    parts = [*resample(np.split(samples, [0, 1, 700, 9000, 9001, 29999]), old, new)]
+    assert len(parts) > 5
+    np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-6)
 
 
 def test_what_is_above_the_new_range_is_taken_out() -> None:

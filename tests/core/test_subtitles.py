@@ -10,7 +10,7 @@ from sakiyomi.core.transcripts import Segment, Transcript, Word
 SAID = Transcript(
     (
         Segment(0.0, 1.5, " Hello --> you.", (1, 2), 0.0, -0.25, 1.1, 0.01, (Word(" Hello", 0.0, 0.75, 0.9),)),
-        Segment(3661.2345, 3662.0, " A\ttab,\n\nand lines."),
+        Segment(3661.2345, 3662.0, " A\ttab,\n\nand lines.", seek=366000),
     ),
     3663.0,
     "en",
@@ -36,7 +36,7 @@ def test_json() -> None:
     assert (found["language"], found["task"], found["duration"]) == ("en", "transcribe", 3663.0)
     assert found["text"] == "Hello --> you. A\ttab,\n\nand lines."
     first, second = found["segments"]
-    assert "words" not in second
+    assert "words" not in second and second["seek"] == 366000
     assert first == {
         "id": 0, "seek": 0, "start": 0.0, "end": 1.5, "text": " Hello --> you.", "tokens": [1, 2], "temperature": 0.0,
         "avg_logprob": -0.25, "compression_ratio": 1.1, "no_speech_prob": 0.01,

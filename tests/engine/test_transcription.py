@@ -12,7 +12,7 @@ import torch
 from transformers import WhisperTimeStampLogitsProcessor
 from transformers.models.whisper.generation_whisper import _dynamic_time_warping
 
-from sakiyomi import LLM, Audio, InputError, LoadError, TranscriptionParams, UnsupportedError
+from sakiyomi import LLM, Audio, InputError, LoadError, SamplingParams, TranscriptionParams, UnsupportedError
 from sakiyomi.core.transcripts import Segment
 from sakiyomi.engine.transcription import Transcriber
 from sakiyomi.engine.transcription_rules import TimestampRules
@@ -179,6 +179,15 @@ def test_segments_come_one_by_one() -> None:
     assert (first, *coming) == llm.transcribe(sound, BARE).segments
 
 
+def test_a_segment_says_where_its_window_begins() -> None:
+    begun, before, seeks = Transcriber(llm_of()).begin(noise(2.5), BARE), 0.0, []
+    for _, found in begun.tries():
+        assert all(segment.seek == round(100 * before) <= round(100 * segment.start) for segment in found)
+        seeks += [segment.seek for segment in found]
+        before = begun.position
+    assert before == 2.5 and len(set(seeks)) > 2 and len(seeks) > len(set(seeks))
+
+
 # ---------------------------------------------------------------- words
 
 
@@ -312,6 +321,23 @@ def test_models_of_one_language() -> None:
     for wrong in others:
         with pytest.raises(InputError, match="one language"):
             llm.transcribe(noise(0.5), dataclasses.replace(BARE, **wrong))
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' generate
+def test_a_model_that_lists_languages_and_takes_none() -> None:
+    """It detects one, as transformers does, and is told none."""
+    sound, llm = noise(WINDOW), llm_of(is_multilingual=False)
+    features = PROCESSOR.feature_extractor(sound.samples, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    expected = toy(is_multilingual=False).generate(features, temperature=0.0)[0].tolist()
+    ours = llm.generate(sound, SamplingParams(max_new_tokens=90)).token_ids
+    assert ours[:-1] == expected and ours[-1] == END
+    plain = dataclasses.replace(BARE, timestamps="none")
+    found = [llm.transcribe(sound, dataclasses.replace(plain, language=name)) for name in (None, "en")]
+    assert found[0] == found[1] and found[0].language in ("en", "fr")
+    said = [token for segment in found[0].segments for token in segment.tokens]
+    assert said == [token for token in ours if token < END]
+    with pytest.raises(InputError, match="one language"):
+        llm.transcribe(sound, dataclasses.replace(plain, language="fr"))
 
 
 def test_what_cannot_be_transcribed() -> None:

@@ -136,13 +136,11 @@ def test_labels_are_the_targets_probabilities_and_its_own_token() -> None:
 
 
 def test_a_full_disk_space_ends_a_set(tmp_path: Path) -> None:
-    folder = WindowFolder(tmp_path, 100)
-    added = [folder.add(TRAIN, {"x": torch.zeros(10)}) for _ in range(3)]
-    assert added == [True, True, False]
-    assert [path.name for path in WindowFolder(tmp_path, 0).sets()[TRAIN]] == [
-        "000000.safetensors",
-        "000001.safetensors",
-    ]
+    folder, window = WindowFolder(tmp_path, 300), {"x": torch.zeros(10)}  # a file has 100 bytes and more
+    assert folder.add(TRAIN, "00000", [window]) and not folder.add(TRAIN, "00001", [window] * 9)
+    kept = [path.relative_to(tmp_path) for path in WindowFolder(tmp_path, 0).sets()[TRAIN]]
+    assert kept == [Path(TRAIN, batch, "0000.safetensors") for batch in ("00000", "00001")]
+    assert not WindowFolder(tmp_path, 300).add(TRAIN, "00002", [window] * 9), "files of an earlier run count"
 
 
 def test_the_target_itself_agrees_with_its_transcripts(tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_the_target_itself_agrees_with_its_transcripts(tmp_path: Path) -> None:
     for audio in (noise(0.9, 1), noise(1.7, 2)):
         for each in transcribe(Transcriber(llm), llm.engine, [audio], timed=False):
             tokens = each.tokens[: each.begin + 9] if audio.seconds < 1 else each.tokens
-            folder.add(TRAIN, labels.of(Heard(each.features, tokens, each.begin)))
+            folder.add(TRAIN, f"{folder.count(TRAIN)}", [labels.of(Heard(each.features, tokens, each.begin))])
     windows = folder.sets()[TRAIN]
     batch = {name: torch.from_numpy(part) for name, part in batch_of(windows, PAD).items()}
     with torch.no_grad():
@@ -205,6 +203,48 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path, mon
     monkeypatch.delattr(Labelling, "run")  # the windows are there already
     summary = train_speech(config.changed(resume=True))
     assert summary["finished"] and summary["epochs"]["windows"] > 1
+    assert losses(config.loop.out) == losses(whole.loop.out)
+
+
+@pytest.mark.thorough
+def test_ctrl_c_keeps_the_windows_that_are_labelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command makes the others; then all are those of a run that was not interrupted."""
+    monkeypatch.setattr("sakiyomi.train.speech_windows.TOGETHER", 1)
+    save_speech(tmp_path / "whisper"), recordings(tmp_path, (4.6, 8.2, 12.7))
+    whole, config = config_of(tmp_path, out=str(tmp_path / "whole")), config_of(tmp_path)
+    made: list[tuple[str, str]] = []
+    keep, of = Labelling._keep, Labels.of
+
+    def kept(self: Labelling, name: str, batch: str, sounds: Any) -> bool:
+        made.append((name, batch))
+        return keep(self, name, batch, sounds)
+
+    def interrupted(self: Labels, heard: Heard) -> Any:
+        if len(made) == 3 and (tmp_path / "draft" / "windows" / TRAIN).exists():
+            raise KeyboardInterrupt
+        return of(self, heard)
+
+    monkeypatch.setattr(Labelling, "_keep", kept)
+    assert train_speech(whole)["finished"]
+    batches = made.copy()
+    made.clear()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Labels, "of", interrupted)
+        train_speech(config)
+    windows = WindowFolder(tmp_path / "draft" / "windows", 0)
+    assert made == batches[:3] and sum(map(len, windows.sets().values())) > 1
+    assert "windows are kept in" in capsys.readouterr().err
+    with pytest.raises(InputError, match="with another top; delete it"):
+        train_speech(config.changed(top=5))
+    made.clear()
+    assert train_speech(config)["finished"]
+    assert made == batches[2:]
+    expected = WindowFolder(tmp_path / "whole" / "windows", 0).sets()
+    assert {name: [path.read_bytes() for path in some] for name, some in windows.sets().items()} == {
+        name: [path.read_bytes() for path in some] for name, some in expected.items()
+    }
     assert losses(config.loop.out) == losses(whole.loop.out)
 
 

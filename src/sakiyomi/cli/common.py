@@ -239,7 +239,7 @@ def parsed(group: type[Any], name: str, text: str) -> Any:
         values = [_truth(word) if inner is bool else inner(word) for word in words]
     except ValueError:
         raise InputError(f"{name} is {text!r}; expected {EXPECTED[inner]}") from None
-    return convert(values) if several else convert(values[0]) if values else None
+    return convert(values) if several else _converted(name, convert, values[0]) if values else None
 
 
 def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) -> inspect.Parameter:
@@ -292,7 +292,14 @@ def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:
 
 def _build(group: type[Any], given: Mapping[str, Any]) -> Any:
     kinds = {field.name: _KINDS[str(field.type)][1] for field in _flags(group)}
-    return group(**{name: kinds[name](value) for name, value in given.items()})
+    return group(**{name: _converted(name, kinds[name], value) for name, value in given.items()})
+
+
+def _converted(name: str, convert: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return convert(value)
+    except ValueError:
+        raise InputError(f"{name} is {value!r}; expected a number, or none") from None
 
 
 def _truth(word: str) -> bool:
@@ -303,6 +310,10 @@ def _truth(word: str) -> bool:
 
 def _number_or_word(text: str | None) -> int | str | None:
     return int(text) if text is not None and re.fullmatch(r"[+-]?\d+", text) else text
+
+
+def _number_or_none(text: str | None) -> float | None:
+    return None if text is None or text.lower() == "none" else float(text)
 
 
 def _compile(text: str) -> bool | str:
@@ -348,7 +359,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "bool": (bool, _same),
     "str | None": (str | None, _same),
     "int | None": (int | None, _same),
-    "float | None": (float | None, _same),
+    "float | None": (str | None, _number_or_none),
     "bool | None": (bool | None, _same),
     "int | str": (str, _number_or_word),
     "int | str | None": (str | None, _number_or_word),
@@ -365,4 +376,4 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "tuple[float, ...]": (list[float], tuple),
     "Mapping[int, float] | None": (list[str], _biases),
 }
-_METAVARS = {"int | str": "N|WORD", "Mapping[int, float] | None": "TOKEN_ID=BIAS"}
+_METAVARS = {"int | str": "N|WORD", "float | None": "<float|none>", "Mapping[int, float] | None": "TOKEN_ID=BIAS"}

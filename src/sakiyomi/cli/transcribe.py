@@ -23,7 +23,7 @@ from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
     from sakiyomi.core.audio import Audio
-    from sakiyomi.engine.llm import LLM
+    from sakiyomi.engine.transcription import SoundInWork
 
 STDIN = "-"
 FORMATS = (*WRITERS, "all")
@@ -65,12 +65,18 @@ class TranscribeOptions:
         """Of the files for each sound."""
         return [*WRITERS] if self.format == "all" else [self.format]
 
+    @property
+    def place(self) -> str:
+        """Where a transcript is then."""
+        return "on stdout" if self.output_dir is None else f"in {self.output_dir}"
+
 
 def transcribe(options: TranscribeOptions, params: TranscriptionParams, model: LLMConfig, output: JsonOption) -> None:
     """Transcribe sound and video files.
 
     The target is a speech model (whisper); the output is its own, and a smaller model as draft makes it faster. The
     text is printed segment by segment. A file that cannot be read does not stop the others; the exit code is then 1.
+    After Ctrl-C the output holds what was said until then.
 
     Example: sakiyomi transcribe talk.mp3 --model whisper-tiny --format srt --output-dir subtitles
     """
@@ -82,21 +88,40 @@ def transcribe(options: TranscribeOptions, params: TranscriptionParams, model: L
         note(f"error: {error.message}")
         found[name] = {"file": name, "error": error.message}
 
+    def emit() -> None:
+        files = [found[name] for name in options.files if name in found]
+        output.emit({"target": model.target, "draft": model.draft, "files": files})
+
     sounds = _sounds(options.files, fails)
-    first = next(sounds, None)  # before the model, which takes longer
-    if first is not None:
+    ready = list(itertools.islice(sounds, 1))  # before the model, which takes longer
+    if ready:
+        from sakiyomi.engine.transcription import Transcriber
+
         llm = load(model)
-        for name, sound in itertools.chain([first], sounds):
-            try:
-                transcript = _transcribed(llm, name, sound, params, _printer(options, params, output))
+    while ready:
+        name, sound = ready.pop()
+        stopped = ""
+        try:
+            begun = Transcriber(llm).begin(sound, params)
+            del sound  # an hour of samples is 230 MB
+            transcript, stopped = _transcribed(name, begun, _printer(options, params, output))
+            if transcript.segments or not stopped:
                 _write(options, name, transcript, output)
-            except SakiyomiError as error:
-                fails(name, error)
-            else:
-                found[name] = {"file": name} | verbose(transcript)
-    output.emit({"target": model.target, "draft": model.draft, "files": [found[name] for name in options.files]})
+        except SakiyomiError as error:
+            fails(name, error)
+        else:
+            found[name] = {"file": name} | ({"error": stopped} if stopped else {}) | verbose(transcript)
+            if stopped:
+                said = f", and what was said until then is {options.place}" if transcript.segments else ""
+                note(f"{name}: {stopped}{said}")
+        if stopped:
+            emit()
+            raise KeyboardInterrupt
+        ready += itertools.islice(sounds, 1)
+    emit()
     if any("error" in one for one in found.values()):
         raise typer.Exit(1)
+    llm.record()
 
 
 def _stem(name: str) -> str:
@@ -106,39 +131,37 @@ def _stem(name: str) -> str:
 def _sounds(names: Sequence[str], fails: Callable[[str, SakiyomiError], None]) -> Iterator[tuple[str, Audio]]:
     """The sounds that can be read, each read when it is its turn."""
     from sakiyomi.core.audio import Audio
+    from sakiyomi.core.sound_files import SPEECH_RATE
 
     for name in names:
         try:
-            yield name, Audio.read(io.BytesIO(sys.stdin.buffer.read()) if name == STDIN else name)
+            file = io.BytesIO(sys.stdin.buffer.read()) if name == STDIN else name
+            yield name, Audio.read(file, sampling_rate=SPEECH_RATE)
         except SakiyomiError as error:
             fails(name, error)
 
 
-def _transcribed(
-    llm: LLM, name: str, sound: Audio, params: TranscriptionParams, show: Callable[[Segment], None]
-) -> Transcript:
-    """The transcript; ``show`` gets each segment when it is known."""
-    from sakiyomi.engine.transcription import Transcriber
-
+def _transcribed(name: str, begun: SoundInWork, show: Callable[[Segment], None]) -> tuple[Transcript, str]:
+    """The transcript, and after Ctrl-C where it stopped; ``show`` gets each segment when it is known."""
     began = time.perf_counter()
 
     def speed(seconds: float) -> str:
         return f"{seconds / (time.perf_counter() - began):.1f}x real time"
 
     segments: list[Segment] = []
-    with progress(f"{name}: 0 of {sound.seconds:.0f} s") as status:
-        begun = Transcriber(llm).begin(sound, params)
-        while not begun.over:
-            fresh = begun.take(*llm.engine.complete([begun.submit()]))
-            status.stop()  # or its line would be in the way
-            for segment in fresh:
-                show(segment)
-            status.start()
-            segments += fresh
-            if fresh:
-                status.update(f"{name}: {fresh[-1].end:.0f} of {sound.seconds:.0f} s, {speed(fresh[-1].end)}")
-    note(f"{name}: {sound.seconds:.0f} s of sound, {speed(sound.seconds)}")
-    return begun.transcript(segments)
+    try:
+        with progress(f"{name}: 0 of {begun.seconds:.0f} s") as status:
+            for _, fresh in begun.tries():
+                status.stop()  # or its line would be in the way
+                for segment in fresh:
+                    show(segment)
+                    segments.append(segment)
+                status.start()
+                status.update(f"{name}: {begun.position:.0f} of {begun.seconds:.0f} s, {speed(begun.position)}")
+    except KeyboardInterrupt:
+        return begun.transcript(segments), f"stopped at {clock(begun.position)} of {clock(begun.seconds)}"
+    note(f"{name}: {begun.seconds:.0f} s of sound, {speed(begun.seconds)}")
+    return begun.transcript(segments), ""
 
 
 def _printer(options: TranscribeOptions, params: TranscriptionParams, output: JsonOption) -> Callable[[Segment], None]:

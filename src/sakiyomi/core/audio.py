@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.core.sound_files import Samples, SoundFile, read_samples
+from sakiyomi.core.resampling import Samples, resample
+from sakiyomi.core.sound_files import SoundFile, read_samples
 
 _PAUSE = 0.2  # seconds
-_WIDTH = 24  # zero crossings of the resampling filter on each side
-_BLOCK = 8192  # new samples that are computed at a time; all neighbours of all of them would not fit into memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +55,13 @@ class Audio:
 
     @classmethod
     def read(
-        cls, path: SoundFile, *, language: str | None = None, task: str | None = None, longest: float | None = None
+        cls,
+        path: SoundFile,
+        *,
+        sampling_rate: int | None = None,
+        language: str | None = None,
+        task: str | None = None,
+        longest: float | None = None,
     ) -> Audio:
         """The sound in a file, or the sound track of a video; of several channels the mean.
 
@@ -66,6 +70,8 @@ class Audio:
 
         Args:
             path: of the file, or an open file that can be read anew from its beginning.
+            sampling_rate: samples a second that are wanted; a long sound of a higher rate then takes less memory. None:
+                those of the file.
             language, task: see ``Audio``.
             longest: most seconds; None: any length.
 
@@ -73,8 +79,8 @@ class Audio:
             LoadError: there is no such file, it is empty or damaged, or its kind cannot be read here.
             InputError: it is longer than ``longest``.
         """
-        samples, rate = read_samples(path, longest)
-        return cls(samples.mean(1), rate, language, task)
+        samples, rate = read_samples(path, longest, sampling_rate)
+        return cls(samples, rate, language, task)
 
     @property
     def seconds(self) -> float:
@@ -85,7 +91,8 @@ class Audio:
         """The sound at another sampling rate, by band-limited interpolation with a windowed sinc."""
         if rate == self.sampling_rate:
             return self
-        return replace(self, samples=_resample(self.samples, self.sampling_rate, rate), sampling_rate=rate)
+        blocks = resample([self.samples], self.sampling_rate, rate)
+        return replace(self, samples=np.concatenate([*blocks]), sampling_rate=rate)
 
     def split(self, seconds: float, *, at_silences: bool = False) -> list[Audio]:
         """Parts of `seconds` each, the last one shorter.
@@ -113,29 +120,3 @@ def _quietest(samples: Samples, rate: int) -> int:
     sums = np.concatenate([[0.0], np.cumsum(half.astype(np.float64) ** 2)])
     loudness = sums[window:] - sums[:-window]
     return max(1, len(samples) - window // 2 - int(loudness[::-1].argmin()))
-
-
-def _resample(samples: Samples, old: int, new: int) -> Samples:
-    """A sum over the neighbours of each new sample, weighted by a Hann-windowed sinc below the lower Nyquist rate.
-
-    The weights repeat: of the places between old samples there are only new / gcd(old, new).
-    """
-    divisor = math.gcd(old, new)
-    up, down = new // divisor, old // divisor
-    cutoff = min(1.0, up / down) * 0.97
-    half = math.ceil(_WIDTH / cutoff)
-    count = -(-len(samples) * up // down)
-    padded = np.pad(samples, half)
-    found = np.zeros(count, np.float32)
-    offsets = np.arange(-half, half + 1)
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
-    for phase in range(min(up, count)):
-        places = np.arange(phase, count, up) * down
-        distance = offsets - (places[0] % up) / up
-        window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / (half + 1), -1, 1))
-        weights = np.sinc(cutoff * distance) * window
-        weights = (weights / weights.sum()).astype(np.float32)
-        rows = np.minimum(places // up, len(samples) - 1)
-        blocks = [windows[rows[i : i + _BLOCK]] @ weights for i in range(0, len(rows), _BLOCK)]
-        found[phase::up] = np.concatenate(blocks)
-    return found

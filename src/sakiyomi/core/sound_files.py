@@ -13,23 +13,23 @@ import shutil
 import subprocess
 import tempfile
 import wave
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.resampling import BLOCK, Samples, resample
 
-Samples = NDArray[np.float32]
 SoundFile = str | os.PathLike[str] | BinaryIO
+SPEECH_RATE = 16000
+"""Samples a second that every speech model takes."""
 SECONDS = 600
 """Time limit of ffmpeg, which decodes some hundred seconds of sound in each second."""
 FULL_RATE = 48000 * 2
 """Samples per second of all channels above which a sound counts as longer than its seconds: it takes more memory."""
-_SPEECH_RATE = 16000  # of every speech model
 _UNIT = np.float32(2**-15)  # a sample of 16 bits
 _KINDS = (
     "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,w64,wav"
@@ -41,12 +41,15 @@ class _OtherKindError(Exception):
     """This reader does not take the file; the text says why."""
 
 
-def read_samples(file: SoundFile, longest: float | None = None) -> tuple[Samples, int]:
-    """Samples (n, channels), -1 to 1, and the sampling rate of a sound, or of the best sound track of a video.
+def read_samples(file: SoundFile, longest: float | None = None, wanted: int | None = None) -> tuple[Samples, int]:
+    """Samples (n,), -1 to 1, and the sampling rate of a sound, or of the best sound track of a video.
+
+    The file is read in blocks: beside the samples that are returned, little memory is needed.
 
     Args:
         file: path, or an open file that can be read anew from its beginning.
         longest: most seconds; None: any length.
+        wanted: samples a second; None: those of the file.
 
     Raises:
         LoadError: there is no such file, it is empty or damaged, or nothing on this machine reads its kind.
@@ -60,7 +63,7 @@ def read_samples(file: SoundFile, longest: float | None = None) -> tuple[Samples
         if not isinstance(source, Path):
             source.seek(0)
         try:
-            samples, rate = reader(source, longest)
+            samples, rate = reader(source, longest, wanted)
         except _OtherKindError as error:
             reasons.append(str(error))
             continue
@@ -100,7 +103,15 @@ def _check_length(source: Path | BinaryIO, seconds: float, longest: float | None
     )
 
 
-def _wave(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]:
+def _joined(blocks: Iterable[Samples], rate: int, wanted: int | None) -> tuple[Samples, int]:
+    """Blocks of samples (n,) at another rate, as one array, and that rate."""
+    held = bytearray()  # grows in place
+    for block in resample(blocks, rate, wanted or rate):
+        held += block.tobytes()
+    return np.frombuffer(held, np.float32), wanted or rate
+
+
+def _wave(source: Path | BinaryIO, longest: float | None, wanted: int | None) -> tuple[Samples, int]:
     """WAV files of whole numbers."""
     try:
         with source.open("rb") if isinstance(source, Path) else nullcontext(source) as file:
@@ -113,23 +124,25 @@ def _wave(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]
                 # A program that writes into a pipe does not know the length, and puts the largest number.
                 frames = min(sound.getnframes(), (size - file.tell()) // (width * channels))
                 _check_length(source, frames / rate, longest, rate * channels / FULL_RATE)
-                data = sound.readframes(frames)
+                step = max(1, BLOCK // channels)
+                parts = (sound.readframes(min(step, frames - at)) for at in range(0, frames, step))
+                return _joined((_decoded(part, width, channels) for part in parts), rate, wanted)
     except (wave.Error, EOFError) as error:
         raise _OtherKindError(str(error) or "it ends before it begins") from None
-    return _decoded(data, width, channels), rate
 
 
 def _decoded(data: bytes, width: int, channels: int) -> Samples:
-    """(n, channels) numbers of -1 to 1 from the whole numbers of a WAV file, little endian, of `width` bytes."""
+    """(n,) numbers of -1 to 1 from the whole numbers of a WAV file, little endian, of `width` bytes."""
     count = len(data) // (width * channels) * channels
     wide = np.zeros((count, 4), np.uint8)
     wide[:, 4 - width :] = np.frombuffer(data, np.uint8)[: count * width].reshape(-1, width)
     if width == 1:  # alone without a sign
         wide[:, 3] ^= 0x80
-    return (wide.view("<i4") / 2**31).astype(np.float32).reshape(-1, channels)
+    samples: Samples = (wide.view("<i4") / 2**31).astype(np.float32).reshape(-1, channels).mean(1)
+    return samples
 
 
-def _soundfile(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]:
+def _soundfile(source: Path | BinaryIO, longest: float | None, wanted: int | None) -> tuple[Samples, int]:
     """FLAC, Ogg, MP3, other kinds of WAV."""
     try:
         import soundfile
@@ -139,22 +152,24 @@ def _soundfile(source: Path | BinaryIO, longest: float | None) -> tuple[Samples,
         with soundfile.SoundFile(source) as sound:
             rate = int(sound.samplerate)
             _check_length(source, sound.frames / rate, longest, rate * sound.channels / FULL_RATE)
-            return sound.read(dtype="float32", always_2d=True), rate
+            step = max(1, BLOCK // sound.channels)
+            blocks = sound.blocks(step, dtype="float32", always_2d=True)
+            return _joined((block.mean(1) for block in blocks), rate, wanted)
     except (soundfile.SoundFileError, OSError) as error:
         raise _OtherKindError(" ".join(str(error).rpartition(": ")[2].split())) from None
 
 
-def _ffmpeg(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]:
+def _ffmpeg(source: Path | BinaryIO, longest: float | None, wanted: int | None) -> tuple[Samples, int]:
     """Whatever ffmpeg reads, as one channel; without the command, by PyAV."""
     program = shutil.which("ffmpeg")
     if program is None:
-        return _pyav(source, longest)
+        return _pyav(source, longest, wanted)
     with _at_path(source) as path:
         # No "-i pipe:": the index of many mp4 files is at their end.
         command = [program, "-nostdin", "-v", "error", "-protocol_whitelist", "file", "-format_whitelist", _KINDS]
         command += ["-i", f"file:{path}", *(() if longest is None else ("-t", str(longest + 1)))]
         # 16 bits: of floats, ffmpeg's mean of two channels is too loud.
-        command += ["-vn", "-ac", "1", "-ar", str(_SPEECH_RATE), "-f", "s16le", "pipe:1"]
+        command += ["-vn", "-ac", "1", "-ar", str(SPEECH_RATE), "-f", "s16le", "pipe:1"]
         try:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS, check=False)
         except subprocess.TimeoutExpired:
@@ -165,9 +180,10 @@ def _ffmpeg(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, in
         lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].replace(f"file:{path}: ", "") if lines else f"exit code {done.returncode}, no samples"
         raise _OtherKindError(f"ffmpeg: {last.strip()}")
-    samples = np.frombuffer(done.stdout, "<i2") * _UNIT
-    _check_length(source, len(samples) / _SPEECH_RATE, longest)
-    return samples.reshape(-1, 1), _SPEECH_RATE
+    samples = np.frombuffer(done.stdout, "<i2")
+    _check_length(source, len(samples) / SPEECH_RATE, longest)
+    blocks = (samples[at : at + BLOCK] * _UNIT for at in range(0, len(samples), BLOCK))
+    return _joined(blocks, SPEECH_RATE, wanted)
 
 
 @contextmanager
@@ -183,27 +199,27 @@ def _at_path(source: Path | BinaryIO) -> Iterator[Path]:
         yield path
 
 
-def _pyav(source: Path | BinaryIO, longest: float | None) -> tuple[Samples, int]:
+def _pyav(source: Path | BinaryIO, longest: float | None, wanted: int | None) -> tuple[Samples, int]:
     """The same by the libraries of ffmpeg, which PyAV brings along."""
     try:
         import av
     except ImportError:
         raise _OtherKindError("") from None
-    parts: list[NDArray[np.int16]] = []
-    count = 0
     given = f"file:{source}" if isinstance(source, Path) else source
-    resampler = av.AudioResampler("s16", "mono", _SPEECH_RATE)
-    try:
-        with av.open(given, options={"protocol_whitelist": "file", "format_whitelist": _KINDS}) as container:
-            if not container.streams.audio:
-                raise _OtherKindError("it has no sound track")
-            for frame in itertools.chain(container.decode(audio=0), (None,)):
-                for made in resampler.resample(frame):
-                    parts.append(made.to_ndarray()[0])
-                    count += len(parts[-1])
-                _check_length(source, count / _SPEECH_RATE, longest)
-    except av.FFmpegError as error:
-        if not parts:  # else the file is cut off
-            raise _OtherKindError(f"PyAV: {error.strerror}") from None
-    samples = np.concatenate(parts or [np.zeros(0, np.int16)]) * _UNIT
-    return samples.reshape(-1, 1), _SPEECH_RATE
+
+    def blocks() -> Iterator[Samples]:
+        resampler, count = av.AudioResampler("s16", "mono", SPEECH_RATE), 0
+        try:
+            with av.open(given, options={"protocol_whitelist": "file", "format_whitelist": _KINDS}) as container:
+                if not container.streams.audio:
+                    raise _OtherKindError("it has no sound track")
+                for frame in itertools.chain(container.decode(audio=0), (None,)):
+                    for made in resampler.resample(frame):
+                        yield made.to_ndarray()[0] * _UNIT
+                        count += made.samples
+                    _check_length(source, count / SPEECH_RATE, longest)
+        except av.FFmpegError as error:
+            if not count:  # else the file is cut off
+                raise _OtherKindError(f"PyAV: {error.strerror}") from None
+
+    return _joined(blocks(), SPEECH_RATE, wanted)

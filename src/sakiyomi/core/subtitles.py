@@ -82,7 +82,7 @@ def _row(text: str) -> str:
 def _segment(number: int, segment: Segment) -> dict[str, Any]:
     found: dict[str, Any] = {
         "id": number,
-        "seek": round(100 * segment.start),
+        "seek": segment.seek,
         "start": round(segment.start, 3),
         "end": round(segment.end, 3),
         "text": segment.text,

@@ -42,6 +42,7 @@ class Segment:
         compression_ratio: bytes of the window's text over those that zlib makes of it; high where words repeat.
         no_speech_probability: of the window, 0 to 1.
         words: with their times; empty unless they were asked for.
+        seek: frame (10 ms) of the sound at which its window begins.
     """
 
     start: float
@@ -53,6 +54,7 @@ class Segment:
     compression_ratio: float = 1.0
     no_speech_probability: float = 0.0
     words: tuple[Word, ...] = ()
+    seek: int = 0
 
 
 @dataclass(frozen=True)

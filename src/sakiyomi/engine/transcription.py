@@ -20,9 +20,10 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.transcripts import Segment, Transcript, TranscriptionParams, Word
-from sakiyomi.engine.encoder_inputs import SourceInputProcessor, features_of
+from sakiyomi.engine.encoder_inputs import SourceInputProcessor
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
 from sakiyomi.engine.request import Request
+from sakiyomi.engine.sound_features import features_of
 from sakiyomi.engine.transcription_rules import TimestampRules
 from sakiyomi.engine.transcription_windows import FRAMES, STEP, compression_ratio, cut
 from sakiyomi.engine.transcription_words import token_steps, words_of
@@ -108,15 +109,13 @@ class Transcriber:
         self, sound: Audio | str | os.PathLike[str], params: TranscriptionParams | None = None
     ) -> Iterator[Segment]:
         """The segments of a sound, each as soon as its window is read; arguments and errors as of ``transcribe``."""
-        begun = self.begin(sound, params)
-        while not begun.over:
-            request = begun.submit()
-            yield from begun.take(self._engine.complete([request])[0])
+        for _, found in self.begin(sound, params).tries():
+            yield from found
 
     def begin(self, sound: Audio | str | os.PathLike[str], params: TranscriptionParams | None = None) -> SoundInWork:
         """A sound of which no window is read yet; arguments and errors as of ``transcribe``."""
         if isinstance(sound, str | os.PathLike):
-            sound = Audio.read(sound)
+            sound = Audio.read(sound, sampling_rate=int(self.inputs.extractor.sampling_rate))
         if not isinstance(sound, Audio):
             raise InputError(f"the sound is {sound!r:.60}; expected a sakiyomi.Audio, or the path of a file")
         return SoundInWork(self._engine, self, sound, params or TranscriptionParams())
@@ -158,9 +157,10 @@ class SoundInWork:
         self._source = self._make_source()
         self.task = sound.task or params.task
         self.language: str | None = None
-        language = sound.language or params.language
-        detected = language is None and bool(self._languages)  # by a pass of the model: with the first window
-        self._opening: list[int] | None = None if detected else self._open(language)
+        self._given = self._checked(sound.language or params.language)
+        # A language is detected by a pass of the model: with the first window.
+        detected = self._given is None and bool(self._inputs.languages)
+        self._opening: list[int] | None = None if detected else self._open()
         self._no_speech = 0.0
         self._request: TokenizedPrompt | None = None
 
@@ -169,10 +169,21 @@ class SoundInWork:
         """Whether all of the sound is read."""
         return self._seek >= self._end
 
+    @property
+    def position(self) -> float:
+        """Seconds of the sound that are read."""
+        return self._seconds(self._seek, 0)
+
+    def tries(self) -> Iterator[tuple[Generation, list[Segment]]]:
+        """Read the sound to its end: the output of each try of a window, and the segments that it brings."""
+        while not self.over:
+            (out,) = self._engine.complete([self.submit()])
+            yield out, self.take(out)
+
     def submit(self) -> Request:
         """Queue the request for the next window, or for another try of the same."""
         if self._opening is None:
-            self._opening = self._open(None)
+            self._opening = self._open()
         if self._tries == 0:
             self._source = self._source if self._seek == 0 else self._make_source()
             self._request = self._make_request()
@@ -223,7 +234,8 @@ class SoundInWork:
                     chances = [math.exp(out.trace[i].logprob or 0.0) for i in own]
                     starts = [self._seconds(offset, places[i]) for i in own]
                     words = words_of(said, starts, end, chances, self._inputs.tokenizer, self._language_name)
-                found.append(Segment(start, end, text, said, temperature, logprob, ratio, self._no_speech, words))
+                judged = temperature, logprob, ratio, self._no_speech
+                found.append(Segment(start, end, text, said, *judged, words, offset))
         return found
 
     def _align(self, tokens: Sequence[int], offset: int) -> list[int]:
@@ -258,28 +270,23 @@ class SoundInWork:
         padded = torch.nn.functional.pad(features, (0, self._window - features.shape[-1]))
         return Source({"input_features": padded}, self._window // FRAMES)
 
-    @property
-    def _languages(self) -> dict[str, int]:
-        """The model's languages; none if it knows one."""
-        settings = self._inputs.settings
-        known: dict[str, int] = getattr(settings, "lang_to_id", None) or {}
-        return {} if getattr(settings, "is_multilingual", True) is False else known
+    def _checked(self, language: str | None) -> str | None:
+        """The language that the model is told; None if it is told none."""
+        if self._inputs.multilingual:
+            return language
+        if self.task != "transcribe" or (language or "en").lower() not in ("en", "english"):
+            raise InputError(
+                f"language is {language!r} and task is {self.task!r}, and the model transcribes one language; leave "
+                "both out, or load a multilingual model"
+            )
+        return None
 
-    def _open(self, language: str | None) -> list[int]:
+    def _open(self) -> list[int]:
         """The tokens that each window's text begins with; says the language."""
-        settings, known = self._inputs.settings, self._languages
-        task: str | None = self.task
-        if not known:
-            if task != "transcribe" or (language or "en").lower() not in ("en", "english"):
-                raise InputError(
-                    f"language is {language!r} and task is {task!r}, and the model transcribes one language; leave "
-                    "both out, or load a multilingual model"
-                )
-            language = task = None
-        elif not getattr(settings, "task_to_id", None) and task == "transcribe":
-            task = None
-        tokens = self._inputs.opening(self._source, language, task, timestamps=self._times)
-        codes = {token: name.strip("<|>") for name, token in known.items()}
+        inputs, task = self._inputs, self.task
+        told = inputs.multilingual and (task != "transcribe" or getattr(inputs.settings, "task_to_id", None))
+        tokens = inputs.opening(self._source, self._given, task if told else None, timestamps=self._times)
+        codes = {token: name.strip("<|>") for name, token in inputs.languages.items()}
         self.language = next((codes[token] for token in tokens if token in codes), None)
         return tokens
 

@@ -84,7 +84,7 @@ class Transcription:
             ApiError: the file is no sound, or too long.
         """
         try:
-            return Audio.read(io.BytesIO(self.file), longest=longest).resampled(rate)
+            return Audio.read(io.BytesIO(self.file), sampling_rate=rate, longest=longest)
         except (InputError, LoadError) as error:
             raise bad_request(error.message, "file") from None
 

@@ -8,7 +8,6 @@ its probabilities for them.
 from __future__ import annotations
 
 import copy
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,6 +39,7 @@ from sakiyomi.train.loop import Watch, on_device, place
 from sakiyomi.train.losses import soft_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.recipe import Recipe, check_run, train
+from sakiyomi.train.samples import weights_digest
 from sakiyomi.train.speech_windows import (
     HELD_OUT,
     TIMED,
@@ -108,26 +108,43 @@ class _Speech(Recipe[TrainSpeech]):
         self.mixture = WindowRows(learnt, self.pad, loop.seed)
 
     def _label(self, folder: Path) -> None:
-        """Have the target transcribe the sounds into files of windows."""
+        """Have the target transcribe the sounds into files of windows; after Ctrl-C, those that are missing."""
         config, began = self.config, time.monotonic()
-        with writing(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        windows = WindowFolder(folder, int(config.cache_gib * 2**30))
+        windows.begin(self._origin())
         dtype = "bfloat16" if self.passes == "bf16" else "float32"
         llm = LLM(config.target, "none", dtype=dtype, device=str(self.device))
         labelling = Labelling(
             Transcriber(llm),
             llm.engine,
             Labels(self.target, config.top, config.greedy_weight, config.loop.row, self.passes),
-            WindowFolder(folder, int(config.cache_gib * 2**30)),
+            windows,
             config.label_minutes,
             config.eval_windows,
         )
         seconds = window_seconds(labelling.transcriber)
-        ended = labelling.run(self._stretches(seconds, self.reporter.note))
-        counts = {name: len(some) for name, some in WindowFolder(folder, 0).sets().items()}
+        try:
+            ended = labelling.run(self._stretches(seconds, self.reporter.note))
+        except KeyboardInterrupt:
+            count = sum(map(len, windows.sets().values()))
+            self.reporter.note(f"{count} windows are kept in {folder}; the same command continues")
+            raise
+        counts = {name: len(some) for name, some in windows.sets().items()}
         told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
         minutes = (time.monotonic() - began) / 60
         self.reporter.note(f"windows of {seconds:g} s: {told}; transcribed in {minutes:.1f} minutes, {ended}")
+
+    def _origin(self) -> dict[str, Any]:
+        """What decides on the windows, for the record beside them."""
+        config, sounds = self.config, {TRAIN: self.sounds} | {name: [path] for name, path in self.valid.items()}
+        return {
+            "target": weights_digest(self.target),
+            "audio": {name: [[path.name, path.stat().st_size] for path in some] for name, some in sounds.items()},
+            "top": config.top,
+            "greedy_weight": config.greedy_weight,
+            "row_tokens": config.loop.row,
+            "precision": self.passes,
+        }
 
     def _stretches(self, seconds: float, note: Callable[[str], None]) -> Iterator[tuple[str, Audio]]:
         """Stretches of all sounds with the names of their sets."""
@@ -306,13 +323,9 @@ def save_draft(folder: Path, draft: Any, dtype: torch.dtype, tokenizer: Any, ext
 
 def _timed(engine: Any, transcriber: Transcriber, sound: Audio) -> tuple[float, Stats]:
     """Seconds of the transcription of a sound, and its counts."""
-    began, parts = time.perf_counter(), []
-    begun = SoundInWork(engine, transcriber, sound, TIMED)
-    while not begun.over:
-        (out,) = engine.complete([begun.submit()])
-        begun.take(out)
-        parts.append(out.stats)
-    return time.perf_counter() - began, Stats.total(parts)
+    began = time.perf_counter()
+    stats = Stats.total(out.stats for out, _ in SoundInWork(engine, transcriber, sound, TIMED).tries())
+    return time.perf_counter() - began, stats
 
 
 def verdict(config: TrainSpeech, measured: dict[str, float]) -> str:

@@ -6,6 +6,8 @@ output, the decoder's tokens and the target's likeliest tokens at each of them.
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sakiyomi.core.audio import Audio
+from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.files import partial, whole_file
 from sakiyomi.core.progress import progress
+from sakiyomi.core.sound_files import SPEECH_RATE
 from sakiyomi.core.transcripts import TranscriptionParams
 from sakiyomi.engine.transcription import SoundInWork, Transcriber
-from sakiyomi.train.checkpoint import writing
+from sakiyomi.train.checkpoint import ADVICE, writing
 from sakiyomi.train.data import TextSpec
 from sakiyomi.train.rows import Mixture, Shuffled
 
@@ -74,7 +79,7 @@ def stretches(files: Iterable[Path], seconds: float, note: Callable[[str], None]
     """
     for file in files:
         try:
-            sound = Audio.read(file)
+            sound = Audio.read(file, sampling_rate=SPEECH_RATE)
         except SakiyomiError as error:
             note(f"left out: {error.message}")
         else:
@@ -197,39 +202,76 @@ def in_sets(valid: Mapping[str, Iterable[Audio]], sounds: Iterable[Audio]) -> It
 
 
 class WindowFolder:
-    """Files of windows, a folder for each set; they stay for a resumed run.
+    """Files of windows, in a folder for each set, and in it one for each batch; they stay for a later run.
 
     Args:
         folder: of the sets.
-        limit_bytes: of the files that are added.
+        limit_bytes: of the files.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self.folder, self._left = folder, limit_bytes
-        self._counts: Counter[str] = Counter()
+        self.folder = folder
+        self._left = limit_bytes - sum(path.stat().st_size for some in self.sets().values() for path in some)
+
+    def begin(self, origin: Mapping[str, Any]) -> None:
+        """Prepare the folder; the batches of an interrupted run stay.
+
+        Args:
+            origin: what the windows are made of, and how.
+
+        Raises:
+            InputError: the windows that are there are of another origin.
+        """
+        record, own = self.folder / "origin.json", json.loads(json.dumps(origin))
+        if self.sets():
+            before = read_json(record) if record.exists() else {}
+            if other := [name for name in own if own[name] != before.get(name)]:
+                raise InputError(
+                    f"{self.folder} holds windows that an earlier run made with another {other[0]}; delete it to have "
+                    "others made, or choose another --out"
+                )
+        with whole_file(record, ADVICE) as fresh:
+            fresh.write_text(json.dumps(own) + "\n", encoding="utf-8")
+        for left in self.folder.glob("*/.*"):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
 
     def sets(self) -> dict[str, list[Path]]:
-        """Files of each set, in the order in which they were made."""
+        """Files of each set, in the order of their batches."""
         found: dict[str, list[Path]] = {}
-        for path in sorted(self.folder.glob("*/*.safetensors")):
-            found.setdefault(path.parent.name, []).append(path)
+        for path in sorted(self.folder.glob("*/[!.]*/*.safetensors")):
+            found.setdefault(path.parent.parent.name, []).append(path)
         return found
 
     def count(self, name: str) -> int:
-        """Windows that were added to a set."""
-        return self._counts[name]
+        """Windows of a set."""
+        return len(self.sets().get(name, ()))
 
-    def add(self, name: str, tensors: dict[str, Tensor]) -> bool:
-        """Write the next file of a set; False where there is no room for it."""
-        self._left -= sum(tensor.nbytes for tensor in tensors.values())
-        if self._left < 0:
-            return False
-        folder = self.folder / name
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, folder / f"{self._counts[name]:06}.safetensors")
-        self._counts[name] += 1
-        return True
+    def has(self, name: str, batch: str) -> bool:
+        """Whether a batch is there."""
+        return (self.folder / name / batch).exists()
+
+    def add(self, name: str, batch: str, windows: Iterable[dict[str, Tensor]]) -> bool:
+        """Write the windows of a batch. An error or Ctrl-C leaves none of them.
+
+        Returns:
+            False where there was no room for all.
+        """
+        folder = partial(self.folder / name / batch)
+        try:
+            for number, tensors in enumerate(windows):
+                path = folder / f"{number:04}.safetensors"
+                with writing(self.folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    save_file(tensors, path)
+                self._left -= path.stat().st_size
+                if self._left < 0:
+                    path.unlink()
+                    break
+            if any(folder.glob("*")):
+                folder.replace(self.folder / name / batch)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return self._left >= 0
 
 
 @dataclass(frozen=True)
@@ -254,18 +296,22 @@ class Labelling:
     def run(self, sounds: Iterable[tuple[str, Audio]]) -> str:
         """Transcribe until the sounds, the time or the room on the disk come to their end; says which.
 
+        Batches that the folder has are not made again.
+
         Args:
             sounds: stretches with the names of their sets. Of each set, every second one is transcribed with
                 timestamps.
         """
-        began, numbers, waiting = time.monotonic(), Counter[str](), defaultdict[tuple[str, bool], list[Audio]](list)
+        began, numbers, waiting = time.monotonic(), Counter[str](), defaultdict[tuple[str, str], list[Audio]](list)
         ended = ""
         with progress("the target transcribes the sounds") as status:
             for name, sound in sounds:
-                if name != TRAIN and self.folder.count(name) >= self.held_out:
-                    continue
-                key = name, numbers[name] % 2 == 0
+                number = numbers[name]
                 numbers[name] += 1
+                key = name, f"{number // (2 * TOGETHER):05}-{(TIMED, UNTIMED)[number % 2].timestamps}"
+                enough = name != TRAIN and self.folder.count(name) >= self.held_out
+                if enough or self.folder.has(*key):
+                    continue
                 waiting[key].append(sound)
                 if len(waiting[key]) == TOGETHER and not self._keep(*key, waiting.pop(key)):
                     ended = "--cache-gib is used up"
@@ -279,10 +325,11 @@ class Labelling:
                     self._keep(*key, some)
         return ended or "all sounds are read"
 
-    def _keep(self, name: str, timed: bool, sounds: Sequence[Audio]) -> bool:
+    def _keep(self, name: str, batch: str, sounds: Sequence[Audio]) -> bool:
         """Transcribe stretches of a set; False where there is no room."""
+        timed = not batch.endswith(UNTIMED.timestamps)
         heard = transcribe(self.transcriber, self.engine, sounds, timed=timed)
-        return all(self.folder.add(name, self.labels.of(each)) for each in heard)
+        return self.folder.add(name, batch, (self.labels.of(each) for each in heard))
 
 
 # ---------------------------------------------------------------- batches
