@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from sakiyomi.core import threads
-from sakiyomi.core.threads import EVERY, LONG, SELDOM, ThreadGovernor, govern_threads
+from sakiyomi.core.threads import EVERY, LONG, SELDOM, ThreadGovernor, begin_with, govern_threads
+from system_files import machine_files
 
 
 class Machine:
@@ -36,6 +38,7 @@ def _eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(8)
     monkeypatch.setattr(threads, "_chosen", [])
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
     monkeypatch.setattr(threads, "_local", threading.local())
     monkeypatch.setattr(threads, "_others", lambda count: 100)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
@@ -106,6 +109,27 @@ def test_another_thread_begins_with_all_that_were_chosen(monkeypatch: pytest.Mon
     thread.start()
     thread.join()
     assert found == [8]
+
+
+@pytest.mark.parametrize(("torchs", "chosen"), [(8, 2), (4, 2), (3, 3), (16, 16)])
+def test_only_a_number_of_torchs_own_is_lowered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchs: int, chosen: int
+) -> None:
+    """Eight hyperthreads of four cores, in a container that may use two."""
+    machine_files(tmp_path, siblings=["0,4", "1,5", "2,6", "3,7"] * 2, quota="200000 100000")
+    monkeypatch.setattr(threads, "usable_cpus", lambda: frozenset(range(8)))
+    assert begin_with(torchs, tmp_path) == torchs, "the environment has a number"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    assert begin_with(torchs, tmp_path) == chosen
+
+
+def test_the_governor_begins_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "begin_with", lambda count: 5)
+    machine, governor = governed(8)
+    assert machine.run(governor, 10) == 5 and threads._chosen == [5]
+    torch.set_num_threads(7)
+    assert machine.run(governor, 1) == 7, "set by the program"
 
 
 def test_a_trial_takes_no_time() -> None:

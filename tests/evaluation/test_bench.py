@@ -885,12 +885,17 @@ def test_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("sakiyomi.engine.machine.features", lambda: {"avx512f", "avx512_bf16"})
     assert [line for line in lacks() if "AVX" in line] == [
-        "no AVX-512 VNNI: weights in 8 and 4 bits gain less in passes of many rows"
+        "no VNNI of AVX: weights in 8 and 4 bits gain less in passes of many rows"
     ]
+    monkeypatch.setattr("sakiyomi.engine.machine.features", lambda: {"avx2", "avx_vnni"})
+    assert not any("VNNI" in line for line in lacks())
     monkeypatch.setattr("sakiyomi.engine.machine.features", set)  # nobody can tell
     assert not any("AVX" in line for line in lacks())
-    monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert any(line.startswith("arm64: the CPU kernels") for line in lacks())
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr("sakiyomi.engine.machine.features", lambda: {"asimd"})
+    assert any(line.startswith("no dot products of NEON") for line in lacks())
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert any(line.startswith("riscv64: the CPU kernels") for line in lacks())
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,15 +23,17 @@ from warm import warm
 
 ROOT = Path(__file__).parents[2]
 HAS_KERNELS = build.native() is not None
-wheels_have_kernels = pytest.mark.skipif(not variants.distributed(), reason="wheels have kernels for Linux on x86-64")
+wheels_have_kernels = pytest.mark.skipif(not variants.distributed(), reason="wheels have kernels for Linux only")
 
 
 # ---------------------------------------------------------------- which one
 
 
-def cpu(monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
-    """A processor that can do all that any variant needs, without these."""
-    found = frozenset().union(*(variant.needs for variant in variants.VARIANTS.values())) - set(without.split())
+def cpu(monkeypatch: pytest.MonkeyPatch, without: str = "", machine: str = "x86_64") -> None:
+    """A processor that can do all that any variant of its kind needs, without these."""
+    builds = variants.MACHINES[machine]
+    found = frozenset().union(*(variant.needs for variant in builds.values())) - set(without.split())
+    monkeypatch.setattr(variants, "VARIANTS", builds)
     monkeypatch.setattr(variants, "features", lambda: found)
     monkeypatch.setattr(variants, "distributed", lambda: True)
 
@@ -43,8 +45,9 @@ def cpu(monkeypatch: pytest.MonkeyPatch, without: str = "") -> None:
         ("amx_int8", "zen4"),
         ("amx_int8 AuthenticAMD", "avx512"),
         ("avx512_bf16", "avx512"),
-        ("avx512f", "avx2"),
-        ("avx512_vnni", "avx2"),
+        ("avx512f", "avx_vnni"),
+        ("avx512_vnni", "avx_vnni"),
+        ("avx512_vnni avx_vnni", "avx2"),
     ],
 )
 def test_the_best_variant_that_the_processor_can_run(monkeypatch: pytest.MonkeyPatch, without: str, fits: str) -> None:
@@ -53,6 +56,13 @@ def test_the_best_variant_that_the_processor_can_run(monkeypatch: pytest.MonkeyP
     assert build.variant() == fits
     monkeypatch.setenv("SAKIYOMI_NATIVE", "avx2")
     assert build.variant() == "avx2"
+
+
+@pytest.mark.parametrize(("without", "fits"), [("", "i8mm"), ("i8mm", "dotprod"), ("asimddp", "neon")])
+def test_the_best_variant_of_aarch64(monkeypatch: pytest.MonkeyPatch, without: str, fits: str) -> None:
+    cpu(monkeypatch, without, "aarch64")
+    monkeypatch.delenv("SAKIYOMI_NATIVE", raising=False)
+    assert build.variant() == fits
 
 
 def test_without_avx2_plain_torch_runs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -74,9 +84,13 @@ def test_a_variant_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_elsewhere_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert variants.fitting() == variants.NATIVE
     assert "-mcpu=native" in variants._options(variants.NATIVE)
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert variants.fitting() == variants.NATIVE
+    assert "-mcpu=apple-m1" in variants._options(variants.NATIVE)
 
 
 # ---------------------------------------------------------------- a wheel
@@ -156,7 +170,7 @@ def test_a_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
     here = build.built()
     assert here is not None
     made = wheel(tmp_path, copying(tmp_path, here))
-    assert made.name.endswith("-py3-none-linux_x86_64.whl")
+    assert made.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     site = unpacked(made, tmp_path / "site")
     prebuilt = sorted((site / "sakiyomi" / "kernels" / "prebuilt").iterdir())
     assert sorted(path.stem.rpartition("-")[0] for path in prebuilt) == sorted(map(variants.stem, variants.VARIANTS))
@@ -247,20 +261,21 @@ def test_a_build_that_fails_its_self_test_is_not_loaded(
 
 BROKEN = {
     "whole": ("", ""),
-    "sums of two bytes in 16 bits": ("_mm256_madd_epi16(even,", "_mm256_maddubs_epi16(even,"),
-    "the offset of 8 forgotten": ("int32_t offset = 8 *", "int32_t offset = 7 *"),
-    "another channel of a byte": (
-        "int64_t i) { return pairs_of(w + 16 * (i & ~3)",
-        "int64_t i) { return pairs_of(w + 16 * (i & ~1)",
-    ),
+    "too many sums in 16 bits": ("most <= 31 ? 4 : 2", "most <= 31 ? 8 : 4"),
+    "the signs of weights": ("_mm256_abs_epi8((__m256i)weights)", "(__m256i)weights"),
+    "the offset of 8 forgotten": ("Whole{} - 8 * x.sums", "Whole{} - 7 * x.sums"),
+    "another channel of a byte": ("64 * k + at), 4 * z) & 15", "64 * k + at), 4 - 4 * z) & 15"),
     "one input of bf16": ("even = (Own)(both << 16)", "even = (Own)(both & 0xffff0000u)"),
-    "another key": ("std::min(t, count - 1) * dim + d", "std::min(t + 1, count - 1) * dim + d"),
+    "another key": ("keys + std::min(t, count - 1) * dim", "keys + std::min(t + 1, count - 1) * dim"),
     "another stretch of a row": ("row + s * stretch, std::min", "row, std::min"),
 }
 
 
+x86_alone = pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for AVX2")
+
+
 @pytest.mark.slow
-@wheels_have_kernels
+@x86_alone
 @pytest.mark.parametrize("what", BROKEN)
 def test_the_self_test_sees_broken_kernels(tmp_path: Path, what: str) -> None:
     right, wrong = BROKEN[what]
@@ -288,6 +303,48 @@ def test_the_self_test_sees_broken_kernels(tmp_path: Path, what: str) -> None:
     subprocess.run(command, cwd=tmp_path, check=True)
     done = subprocess.run([sys.executable, "-I", "-S", "-c", build._TEST, str(tmp_path / "test.so")], check=False)
     assert (done.returncode == 0) == (what == "whole")
+
+
+PRODUCTS = Path(__file__).with_name("products.cpp")
+
+
+def products(folder: Path, cxx: str, options: tuple[str, ...], *emulator: str) -> str:
+    """What `products.cpp` prints, compiled so and run; its self-test must not fail."""
+    program = folder / "products"
+    command = [cxx, "-O1", "-w", "-std=c++20", *options, "-I", str(variants.SOURCE.parent), str(PRODUCTS), "-o"]
+    subprocess.run([*command, str(program), "-ldl"], check=True)
+    done = subprocess.run([*emulator, str(program)], capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, f"the self-test ends with {done.returncode}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def products_of_avx2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    options = variants.MACHINES["x86_64"]["avx2"].options
+    return products(tmp_path_factory.mktemp("avx2"), build.compiler() or "none", options)
+
+
+@pytest.mark.slow
+@x86_alone
+@pytest.mark.parametrize("name", [name for name in variants.MACHINES["x86_64"] if name != "avx2"])
+def test_builds_compute_the_same_from_bytes(tmp_path: Path, products_of_avx2: str, name: str) -> None:
+    """To the last bit, and right: weights in 8 and 4 bits, and all block formats."""
+    options, needs = variants.MACHINES["x86_64"][name]
+    if not needs - {"AuthenticAMD"} <= variants.features():
+        pytest.skip(f"this processor does not run {name}")
+    assert products(tmp_path, build.compiler() or "none", options) == products_of_avx2
+
+
+CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+
+
+@pytest.mark.slow
+@x86_alone
+@pytest.mark.skipif(CROSS is None or EMULATOR is None, reason="no aarch64-linux-gnu-g++ with qemu-aarch64 here")
+@pytest.mark.parametrize("name", variants.MACHINES["aarch64"])
+def test_builds_for_aarch64_compute_the_same(tmp_path: Path, products_of_avx2: str, name: str) -> None:
+    options = variants.MACHINES["aarch64"][name].options
+    assert products(tmp_path, str(CROSS), options, str(EMULATOR), "-L", "/usr/aarch64-linux-gnu") == products_of_avx2
 
 
 # ---------------------------------------------------------------- compiling

@@ -416,11 +416,11 @@ def test_too_large_is_refused_before_it_is_read(good: Path, monkeypatch: pytest.
 
 
 def test_available_memory_obeys_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, root = tmp_path / "cgroup", tmp_path / "fs"
-    monkeypatch.setattr(memory, "_OWN_GROUP", own)
-    monkeypatch.setattr(memory, "_CGROUPS", root)
+    own, root = tmp_path / "proc/self/cgroup", tmp_path / "sys/fs/cgroup"
+    monkeypatch.setattr(memory, "_ROOT", tmp_path)
     assert memory.available_bytes() > 0, "no such file: the machine's memory"
 
+    own.parent.mkdir(parents=True)
     own.write_text("0::/a/b\n", encoding="utf-8")
     (root / "a" / "b").mkdir(parents=True)
     for folder, limit in ((root / "a" / "b", "max"), (root / "a", "1000")):

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError, MemoryLimitError
+from sakiyomi.core.processors import control_groups
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_CGROUPS = Path("/sys/fs/cgroup")
 _GROUP_FILES = {
     "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     "v2": ("memory.max", "memory.current", "inactive_file"),
 }
 """By version of control groups: the files with the limit and the usage, and the statistic of unused file pages."""
-_OWN_GROUP = Path("/proc/self/cgroup")
+_ROOT = Path("/")
 
 
 def available_bytes(device: str = "cpu") -> int:
@@ -171,26 +171,8 @@ def returned_when_freed() -> Iterator[None]:
 
 def _group_headroom() -> int | None:
     """What the limits of this process's control groups leave; None without a limit or without control groups."""
-    try:
-        lines = _OWN_GROUP.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = _CGROUPS / "memory" if controllers else _CGROUPS
-        names = _GROUP_FILES["v1" if controllers else "v2"]
-        # Inside a container the group is often mounted as the root itself. Limits of parents hold for children too.
-        folder = root / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            headroom = _headroom(group, *names)
-            if headroom is not None:
-                found.append(headroom)
-            if group == root:
-                break
-    return min(found, default=None)
+    rooms = (_headroom(group, *_GROUP_FILES[version]) for version, group in control_groups("memory", _ROOT))
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def _headroom(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:

@@ -1,4 +1,7 @@
-"""How many threads compute: all of torch's, or fewer while other programs need the processors.
+"""How many threads compute: as many as there are fast cores, or fewer while other programs need them.
+
+Unless the program or its environment (`OMP_NUM_THREADS`) has set a number, it is that of
+`processors.computing_threads`: torch knows no quota of a container and no efficient cores.
 
 Threads that share every small piece of a pass wait for the slowest of them. Where another program has one of their
 processors, each of the hundred pieces of a pass may wait for that program's turn to end: on two busy processors two
@@ -14,6 +17,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from sakiyomi.core.processors import computing_threads, physical_cores, usable_cpus
 
 CALLS = 8  # parallel pieces of a trial; each takes about ten microseconds
 LONG = 2e-3  # seconds of a trial from which on a thread must have waited for its processor
@@ -43,6 +48,8 @@ class ThreadGovernor:
         import torch
 
         current = torch.get_num_threads()
+        if not self._now and (limit := begin_with(current)) < current:
+            self._set(current := limit)
         if not _chosen or self._now not in (0, current):
             _chosen[:] = [current]
         self._now = current
@@ -79,6 +86,19 @@ class ThreadGovernor:
 
         torch.set_num_threads(count)
         self._now = count
+
+
+def begin_with(threads: int, root: Path = Path("/")) -> int:
+    """The threads to begin with where torch has so many: fewer if torch itself has chosen the number, and too many.
+
+    A number is taken for torch's own if the environment has none and it is that of all processors or of all cores.
+    """
+    cpus = usable_cpus()
+    if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return threads
+    if threads not in (len(cpus), len(physical_cores(cpus, root))):
+        return threads
+    return min(threads, computing_threads(cpus, root))
 
 
 _chosen: list[int] = []

@@ -16,6 +16,7 @@ import torch
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.memory import available_bytes
+from sakiyomi.core.processors import usable_cpus
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import SequenceRows
@@ -28,7 +29,18 @@ if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
 ROWS = (1, 4, 8, 16)
-_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm")
+_FLAGS = (
+    "avx2",
+    "avx_vnni",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "amx_bf16",
+    "amx_int8",
+    "asimddp",
+    "bf16",
+    "i8mm",
+)
 _PROBE_BYTES = 1 << 28
 
 
@@ -39,7 +51,7 @@ def _facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "processor": processor(),
-        "cores": _cores(),
+        "cores": len(usable_cpus()),
         "threads": torch.get_num_threads(),
     }
 
@@ -61,11 +73,16 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 
 _SPEED = {
-    "avx512f": "no AVX-512: the CPU kernels use narrower vectors",
-    "avx512_vnni": "no AVX-512 VNNI: weights in 8 and 4 bits gain less in passes of many rows",
-    "avx512_bf16": "no AVX-512 BF16: weights in bfloat16 are widened first, so that passes of many rows are slower",
+    "x86_64": {
+        "avx512f": "no AVX-512: the CPU kernels use narrower vectors",
+        "avx512_vnni avx_vnni": "no VNNI of AVX: weights in 8 and 4 bits gain less in passes of many rows",
+        "avx512_bf16": "no AVX-512 BF16: weights in bfloat16 are widened first, so that passes of many rows are slower",
+    },
+    "aarch64": {
+        "asimddp": "no dot products of NEON (asimddp): weights in 8 and 4 bits gain less in passes of many rows"
+    },
 }
-"""What goes with an instruction set of x86, by the name of its flag."""
+"""What goes with an instruction set, by the machine and the names in Linux of the flags of which one suffices."""
 
 
 def lacks() -> list[str]:
@@ -75,11 +92,12 @@ def lacks() -> list[str]:
         found.append(f"no CPU kernels ({build.origin()}): plain torch runs instead, slower, with the same tokens")
     if not torch.cuda.is_available():
         found.append("no CUDA device that torch can use: models run on the CPU")
-    if platform.machine() not in ("x86_64", "AMD64"):
-        found.append(f"{platform.machine()}: the CPU kernels name instructions of x86 only")
-        return found
-    flags = features()
-    return found + [what for flag, what in _SPEED.items() if flags and flag not in flags]
+    machine, flags = platform.machine().replace("AMD64", "x86_64"), features()
+    if machine not in _SPEED and machine != "arm64":
+        found.append(f"{machine}: the CPU kernels name instructions of x86-64 and AArch64 only")
+    return found + [
+        what for names, what in _SPEED.get(machine, {}).items() if flags and flags.isdisjoint(names.split())
+    ]
 
 
 def bandwidth(threads: int | None = None, device: str = "cpu") -> float:
@@ -184,12 +202,6 @@ def processor() -> str:
             if line.startswith(key):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def _gpus() -> list[str]:

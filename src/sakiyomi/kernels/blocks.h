@@ -71,10 +71,6 @@ inline const BlockFormat* block_format(int64_t type) {
   return found == std::end(block_formats) ? nullptr : found;
 }
 
-using Whole = typename Native<int32_t>::type;
-using Real = typename Native<float>::type;
-typedef uint8_t Eights __attribute__((vector_size(native_bytes)));
-typedef uint16_t Sixteens __attribute__((vector_size(native_bytes)));
 constexpr int native_parts = 4 * block_width / native_bytes;  // vectors that hold a number of 32 bits of each channel
 constexpr int native_lanes = native_bytes / 4;
 
@@ -86,6 +82,10 @@ inline f16v load_halves(const uint16_t* from) {
   return (f16v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__AVX2__)
   return {(f16v::Half)_mm256_cvtph_ps(load<__m128i>(from)), (f16v::Half)_mm256_cvtph_ps(load<__m128i>(from + 8))};
+#elif defined(__aarch64__)
+  float all[16];
+  for (int t = 0; t < 16; t += 4) vst1q_f32(all + t, vcvt_f32_f16(load<float16x4_t>(from + t)));
+  return load16(all);
 #else
   float all[16];
   for (int t = 0; t < 16; ++t) {  // exact for all finite numbers
@@ -150,6 +150,8 @@ inline Eights looked_up(const uint8_t* table, Eights codes) {
   return (Eights)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(table)), (__m512i)codes);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   return (Eights)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(table)), (__m256i)codes);
+#elif defined(__aarch64__)
+  return (Eights)vqtbl1q_u8(load<uint8x16_t>(table), (uint8x16_t)codes);
 #else
   for (int t = 0; t < native_bytes; ++t) codes[t] = table[codes[t]];
   return codes;
@@ -165,6 +167,9 @@ inline Eights with_bit(Eights codes, const uint8_t* bits, uint8_t much) {
   const __m256i each = _mm256_set1_epi64x(0x8040201008040201ll);
   const __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(load<int32_t>(bits)), spread), each);
   return codes | (Eights)_mm256_and_si256(_mm256_cmpeq_epi8(own, each), _mm256_set1_epi8(much));
+#elif defined(__aarch64__)
+  const uint8x16_t own = (uint8x16_t)vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+  return codes | ((Eights)vtstq_u8(own, (uint8x16_t)vdupq_n_u64(0x8040201008040201ull)) & much);
 #else
   for (int t = 0; t < native_bytes; ++t) codes[t] += (bits[t / 8] >> (t % 8) & 1) * much;
   return codes;
@@ -174,6 +179,7 @@ inline Eights with_bit(Eights codes, const uint8_t* bits, uint8_t much) {
 // The codes of inputs 4 * k and on of a tile, of the channels c * native_lanes and on: four of each.
 template <int bits, bool table = false>
 struct Codes {
+  static constexpr int most = table ? 255 : (1 << bits) - 1;
   const uint8_t* tile;
   const uint8_t* numbers = nullptr;  // of a table
 
@@ -305,24 +311,18 @@ void look_up(const Weight& w, const int64_t* numbers, int64_t count, T* to) {
 
 // ---------------------------------------------------------------- rows in bytes
 
-#if defined(PAIRS)
-using GroupedByte = int32_t;  // a pair of a row's numbers, see `put_row`
-#else
-using GroupedByte = int8_t;
-#endif
-
 // Rows in 8 bits, each 32 neighbours with a scale.
 struct GroupedBytes {
-  std::vector<GroupedByte> data;  // [rows, up to a multiple of 16][in / row_bytes_step]
-  std::vector<float> scale;       // [rows][in / 32]
-  std::vector<int32_t> sums[2];   // [rows][in / 16], [rows][in / 32]: of the numbers
-  std::vector<float> wholes[2];   // these, times their scale
+  std::vector<int8_t> data;      // [rows, up to a multiple of 16][in]
+  std::vector<float> scale;      // [rows][in / 32]
+  std::vector<int32_t> sums[2];  // [rows][in / 16], [rows][in / 32]: of the numbers
+  std::vector<float> wholes[2];  // these, times their scale
   int64_t in;
 
   // 16 rows from a multiple of 16 on, 32 inputs of each, one behind the other, where rows are `tiled`.
-  const int8_t* tile(int64_t row, int64_t place) const { return (const int8_t*)data.data() + (row * (in / tile_length) + place * tile_rows) * tile_length; }
+  const int8_t* tile(int64_t row, int64_t place) const { return data.data() + (row * (in / tile_length) + place * tile_rows) * tile_length; }
 
-  const GroupedByte* at(int64_t row, int64_t k) const { return data.data() + (row * in + k) / row_bytes_step; }
+  const int8_t* at(int64_t row, int64_t k) const { return data.data() + row * in + k; }
 };
 
 // The largest of numbers without their signs, which then have the order of their bits; a NaN is above all: it becomes the scale, and is seen.
@@ -352,10 +352,10 @@ inline void sum_bytes(b16i first, b16i second, int32_t sums[2]) {
 }
 
 template <typename T>
-void to_grouped(const T* x, int64_t rows, int64_t in, [[maybe_unused]] bool tiled, GroupedBytes& to) {
+void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& to) {
   const int64_t groups = in / group_length;
   to.in = in;
-  to.data.resize((rows + tile_rows - 1) / tile_rows * tile_rows * in / row_bytes_step), to.scale.resize(rows * groups);
+  to.data.resize((rows + tile_rows - 1) / tile_rows * tile_rows * in), to.scale.resize(rows * groups);
   for (int i = 0; i < 2; ++i) to.sums[i].resize(rows * groups * (2 - i)), to.wholes[i].resize(rows * groups * (2 - i));
   parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * groups; i < end * groups; ++i) {
@@ -367,52 +367,35 @@ void to_grouped(const T* x, int64_t rows, int64_t in, [[maybe_unused]] bool tile
       to.scale[i] = scale;
       for (int h = 0; h < 2; ++h) to.sums[0][2 * i + h] = sums[h], to.wholes[0][2 * i + h] = float(sums[h]) * scale;
       to.sums[1][i] = sums[0] + sums[1], to.wholes[1][i] = float(sums[0] + sums[1]) * scale;
-#if defined(PAIRS)
-      put_row((const int8_t*)bytes, group_length, to.data.data() + i * group_length / row_bytes_step);
-#else
       const int64_t row = i / groups, place = tiled ? (row / tile_rows * groups + i % groups) * tile_rows + row % tile_rows : i;
       std::memcpy(to.data.data() + place * group_length, bytes, group_length);
-#endif
     }
   });
 }
 
-// Codes as they are multiplied.
-#if defined(PAIRS)
-using Ready = Pairs;
-inline Ready held_ready(const Ready& from) { return {held(from.even), held(from.odd)}; }
-inline Ready ready_of(Eights codes) {
-  return {_mm256_and_si256((__m256i)codes, _mm256_set1_epi16(255)), _mm256_srli_epi16((__m256i)codes, 8)};
-}
-#else
-using Ready = Eights;
-inline Ready held_ready(Ready from) { return from; }
-inline Ready ready_of(Eights codes) { return codes; }
-#endif
-
-// Adds the products of each channel's four codes and a row's four numbers.
-inline Whole add_products(Whole sum, const Ready& codes, const GroupedByte* x) {
-#if defined(PAIRS)
-  sum += (Whole)_mm256_madd_epi16(codes.even, _mm256_set1_epi32(x[0]));
-  return sum + (Whole)_mm256_madd_epi16(codes.odd, _mm256_set1_epi32(x[1]));
-#elif defined(__AVX512VNNI__)
-  return (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(load<int32_t>(x)));
-#else
-  for (int j = 0; j < 4; ++j) sum += (((Whole)codes >> (8 * j)) & 255) * int32_t(x[j]);
-  return sum;
-#endif
-}
-
-// A tile whose codes are taken apart already, for many rows.
+// A tile whose codes are made ready already, for many rows.
+template <int largest>
 struct ReadyCodes {
-  const Ready* ready;
-  inline Ready operator()(int64_t k, int c) const { return held_ready(ready[k * native_parts + c]); }
+  static constexpr int most = largest;
+  const Eights* ready;
+  inline Eights operator()(int64_t k, int c) const { return held(ready[k * native_parts + c]); }
 };
 template <typename C>
 struct FreshCodes {
+  static constexpr int most = C::most;
   C codes;
-  inline Ready operator()(int64_t k, int c) const { return ready_of(codes(k, c)); }
+  inline Eights operator()(int64_t k, int c) const { return ready_of<most>(codes(k, c)); }
 };
+
+// Calls f(codes, number of rows as a constant, first row): of many rows all with the same ready codes.
+template <typename C, typename F>
+inline void with_ready(C codes, int64_t count, bool many, F f) {
+  if (!many) return in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { f(FreshCodes<C>{codes}, R, r); });
+  Eights ready[tile_length / 4 * native_parts];
+  for (int64_t k = 0; k < tile_length / 4; k += 2)
+    UNROLL for (int i = 0; i < 2 * native_parts; ++i) ready[k * native_parts + i] = ready_of<C::most>(codes(k + i / native_parts, i % native_parts));
+  in_lines<rows_of_bytes>(count, [&](auto R, int64_t r) { f(ReadyCodes<C::most>{ready}, R, r); });
+}
 
 // What a tile adds to the sums of R rows. `scales`: of the tile's groups; `lows` likewise, or null. `place`: of the tile in the rows.
 template <int R, int group, typename C>
@@ -425,13 +408,8 @@ APART void add_tile(C codes, const GroupedBytes& x, int64_t row, int64_t place, 
   for (int h = 0; h < groups; ++h) {
     Whole part[R][native_parts];
     UNROLL for (int r = 0; r < R; ++r)
-      UNROLL for (int c = 0; c < native_parts; ++c) part[r][c] = Whole{} - offset * starts[r * all + h];
-    for (int k = h * steps; k < (h + 1) * steps; k += 2)
-      UNROLL for (int odd = 0; odd < 2; ++odd)
-        UNROLL for (int c = 0; c < native_parts; ++c) {
-          const Ready ready = codes(k + odd, c);
-          UNROLL for (int r = 0; r < R; ++r) part[r][c] = add_products(part[r][c], ready, x.at(row + r, place * tile_length + 4 * (k + odd)));
-        }
+      UNROLL for (int c = 0; c < native_parts; ++c) part[r][c] = Whole{} - (offset - code_offset<C::most>) * starts[r * all + h];
+    add_steps<R, native_parts, C::most, steps>(part, codes, h * steps, x.at(row, place * tile_length), x.in);
     UNROLL for (int c = 0; c < native_parts; ++c) {
       const Real scale = load<Real>(scales + h * block_width + c * native_lanes);
       UNROLL for (int r = 0; r < R; ++r) {
@@ -473,18 +451,48 @@ void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel
         if (count > 1)
           for (int64_t line = 0; line < form.tile_size(); line += 64) fetch(at + bytes_ahead + line);
         const float *by = scales.scale[t * groups], *lows = form.low ? scales.low[t * groups] : nullptr;
-        auto through = [&](auto which, int64_t r, auto R) { add_tile<R(), group>(which, x, row + r, b * tiles + t, form.offset, by, lows, sum + r); };
-        if (many) {
-          Ready ready[tile_length / 4 * native_parts];
-          for (int64_t k = 0; k < tile_length / 4; k += 2)
-            UNROLL for (int i = 0; i < 2 * native_parts; ++i) ready[k * native_parts + i] = ready_of(codes(k + i / native_parts, i % native_parts));
-          in_lines<rows_at_once>(count, [&](auto R, int64_t r) { through(ReadyCodes{ready}, r, R); });
-        } else {
-          in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { through(FreshCodes<C>{codes}, r, R); });
-        }
+        with_ready(codes, count, many, [&](auto which, auto R, int64_t r) {
+          add_tile<R(), group>(which, x, row + r, b * tiles + t, form.offset, by, lows, sum + r);
+        });
       }
     }
     finish_rows(w, sum, row, count, y, first);
+  });
+}
+
+// What a group of 32 inputs in 4 bits adds to the sums of R rows. A weight is (number - 8) * scale; `scales`: [32].
+template <int R, typename C>
+APART void add_group(C codes, const Bytes& x, int64_t row, int64_t group, const f16v scales[2], f16v sums[][2]) {
+  Whole part[R][native_parts];
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int c = 0; c < native_parts; ++c) part[r][c] = Whole{} - 8 * x.sums[(row + r) * (x.in / group_length) + group];
+  add_steps<R, native_parts, C::most, group_length / 4>(part, codes, 0, x.at(row, group * group_length), x.in);
+  UNROLL for (int r = 0; r < R; ++r)
+    UNROLL for (int c = 0; c < native_parts; ++c) {
+      char* to = (char*)sums[r] + c * native_bytes;
+      const Real product = __builtin_convertvector(part[r][c], Real);
+      store(to, load<Real>(to) + product * load<Real>((const char*)scales + c * native_bytes));
+    }
+}
+
+// One block of output channels in 4 bits. Sums of 32 products are whole numbers, and those are added in order.
+template <typename T>
+void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
+  const int64_t groups = w.in / group_length;
+  const uint8_t* data = (const uint8_t*)w.data + first * w.in / 2;
+  const bf16* scales = w.scales + first * groups;
+  in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
+    f16v sum[strip_rows][2] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      const Codes<4> codes{data + g * group_length * block_width / 2};
+      const f16v by[2] = {load16(scales + g * block_width), load16(scales + g * block_width + 16)};
+      with_ready(codes, count, many, [&](auto which, auto R, int64_t r) { add_group<R()>(which, x, row + r, g, by, sum + r); });
+    }
+    for (int c = 0; c < 2; ++c) {
+      const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+      const f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] * x.scale[row + r] + bias, n);
+    }
   });
 }
 

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "bytes.h"
 #include "tiles.h"
 #include "torch.h"
 #include "vector.h"
@@ -41,9 +42,9 @@ constexpr int64_t piece_length = 128;  // less where pieces are widened first
 // Rows whose sums, a column of weights and the rows' own numbers fit into registers. With 16 registers of 32 bytes three rows have all
 // but the weights there, and two are faster; but one row alone takes as long as two.
 #if defined(__AVX512F__)
-constexpr int rows_at_once = 8, rows_of_halves = 4;
+constexpr int rows_at_once = 8, rows_of_halves = 4, rows_of_bytes = 8;
 #else
-constexpr int rows_at_once = 2, rows_of_halves = 2;
+constexpr int rows_at_once = 2, rows_of_halves = 2, rows_of_bytes = 3;
 #endif
 
 // Where so few rows go through a block at once that most of them read it from a near cache, the rows after the first read nothing from
@@ -213,147 +214,18 @@ inline void widen_piece(const bf16* w, int64_t length, float* to) {
 }
 
 // Sums of products of bytes are whole numbers: exact, in any order. `in` is a multiple of 4.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#define PAIRS 1
-// Bytes as two pairs of 16 bits for each four of them, the first with the third: products of pairs are summed by one instruction.
-struct Pairs {
-  __m256i even, odd;
-};
-
-// Four weights in 8 bits of each of 8 channels.
-inline Pairs pairs_of(const int8_t* from) {
-  __m256i all = load<__m256i>(from);
-  return {_mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), _mm256_srai_epi16(all, 8)};
-}
-
-// The same of 4 bits, from this bit of each byte on.
-inline Pairs pairs_of(const uint8_t* from, int bit) {
-  const __m256i all = load<__m256i>(from), mask = _mm256_set1_epi16(15);
-  return {_mm256_and_si256(_mm256_srli_epi16(all, bit), mask), _mm256_and_si256(_mm256_srli_epi16(all, bit + 8), mask)};
-}
-
-using RowByte = int32_t;              // a pair of a row's numbers
-constexpr int64_t row_bytes_step = 2;  // inputs of a RowByte
-
-// weights(k, c): of inputs k and on the channels 8 * c and on. `ahead`: what to fetch meanwhile.
-template <int R, typename W, typename A = NothingAhead>
-inline void dot_pairs(const int32_t* x, int64_t stride, W weights, int64_t in, i16v sums[R][2], A ahead = {}) {
-  Sums<R, int32_t> sum(sums);
-  for (int64_t k = 0; k < in; k += 4) {
-    ahead();
-    UNROLL for (int c = 0; c < sum.count; ++c) {
-      const Pairs& w = weights(k, c);
-      const __m256i even = held(w.even), odd = held(w.odd);
-      UNROLL for (int r = 0; r < R; ++r) {
-        const int32_t* pairs = x + r * stride + k / 2;
-        sum.of[r][c] += (typename Native<int32_t>::type)_mm256_madd_epi16(even, _mm256_set1_epi32(pairs[0]));
-        sum.of[r][c] += (typename Native<int32_t>::type)_mm256_madd_epi16(odd, _mm256_set1_epi32(pairs[1]));
-      }
-    }
-  }
-  sum.put(sums);
-}
-
-template <int R>
-APART void dot(const int32_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2]) {
-  dot_pairs<R>(x, stride, [&](int64_t k, int c) { return pairs_of(w + 32 * (k + c)); }, in, sums, Nearby<R>{w, 128});
-}
-
-template <int R>
-inline void dot_halves(const int32_t* x, int64_t stride, const uint8_t* w, int64_t in, i16v sums[R][2]) {
-  auto weights = [&](int64_t k, int c) { return pairs_of(w + 16 * k + 32 * (c & 1), 2 * (c & 2)); };
-  dot_pairs<R>(x, stride, weights, in, sums, Nearby<R>{w, 64});
-}
-
-// The same with scales, for a group of weights that was taken apart for many rows: what `block_of_halves` adds, in registers throughout.
-// `offsets`: of each row, so far apart, the sum of its numbers.
-template <int R>
-APART void add_group(const int32_t* x, int64_t stride, const Pairs* weights, const f16v scales[2], const int32_t* offsets, int64_t apart,
-                     f16v sums[][2]) {
-  using Whole = typename Native<int32_t>::type;
-  using Real = typename Native<float>::type;
-  Whole part[R][4] = {};
-  for (int64_t k = 0; k < group_length; k += 4)
-    UNROLL for (int c = 0; c < 4; ++c) {
-      const __m256i even = held(weights[k + c].even), odd = held(weights[k + c].odd);
-      UNROLL for (int r = 0; r < R; ++r) {
-        const int32_t* pairs = x + r * stride + k / 2;
-        part[r][c] += (Whole)_mm256_madd_epi16(even, _mm256_set1_epi32(pairs[0]));
-        part[r][c] += (Whole)_mm256_madd_epi16(odd, _mm256_set1_epi32(pairs[1]));
-      }
-    }
-  UNROLL for (int r = 0; r < R; ++r)
-    UNROLL for (int c = 0; c < 4; ++c) {
-      char* to = (char*)sums[r] + c * native_bytes;
-      const Real product = __builtin_convertvector(part[r][c] - 8 * offsets[r * apart], Real);
-      store(to, load<Real>(to) + product * load<Real>((const char*)scales + c * native_bytes));
-    }
-}
-
 template <int R, typename A = NothingAhead>
-APART void dot(const int32_t* x, int64_t stride, const Pairs* w, int64_t in, i16v sums[R][2], A ahead = {}) {
-  dot_pairs<R>(x, stride, [&](int64_t k, int c) -> const Pairs& { return w[k + c]; }, in, sums, ahead);
-}
-#else
-using RowByte = uint8_t;  // a number of a row with 128 added
-constexpr int64_t row_bytes_step = 1;
-
-template <int R>
-APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2]) {
+APART void dot(const RowByte* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2], A ahead = {}) {
   Sums<R, int32_t> sum(sums);
   for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
-#if defined(__AVX512VNNI__)
-    go_on<R, 6>(w), go_on<R, 6>(w + 64);
-    __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
-    UNROLL for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, x + r * stride + k, 4);
-      __m512i s = _mm512_set1_epi32(four);
-      sum.of[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum.of[r][0], s, a);
-      sum.of[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum.of[r][1], s, b);
-    }
-#else
-    UNROLL for (int c = 0; c < sum.count; ++c) {
-      using Own = typename Native<int32_t>::type;
-      const Own four = load<Own>(w + native_bytes * c);
-      for (int j = 0; j < 4; ++j) {
-        const Own column = (four << (24 - 8 * j)) >> 24;
-        UNROLL for (int r = 0; r < R; ++r) sum.of[r][c] += column * int32_t(x[r * stride + k + j]);
-      }
-    }
-#endif
+    go_on<R, 6>(w), go_on<R, 6>(w + 64), ahead();
+    Eights columns[sum.count];
+    UNROLL for (int c = 0; c < sum.count; ++c) columns[c] = load<Eights>(w + c * native_bytes);
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < sum.count; ++c) sum.of[r][c] = add_weights(sum.of[r][c], columns[c], x + r * stride + k);
   }
   sum.put(sums);
 }
-
-// Weights of 4 bits, whose offset of 8 is not taken off; rows without their 128.
-template <int R>
-inline void dot_halves(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t in, i16v sum[R][2]) {
-  for (int64_t k = 0; k < in; k += 4, w += 64) {
-#if defined(__AVX512VNNI__)
-    go_on<R, 2>(w);
-    __m512i both = _mm512_loadu_si512(w), mask = _mm512_set1_epi8(15);
-    __m512i a = _mm512_and_si512(both, mask), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-    UNROLL for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, x + r * stride + k, 4);
-      __m512i s = _mm512_set1_epi32(four ^ 0x80808080);
-      sum[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][0], a, s);
-      sum[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][1], b, s);
-    }
-#else
-    const i16v all = load<i16v>(w);
-    for (int j = 0; j < 4; ++j) {
-      i16v a = (all >> (8 * j)) & 15, b = (all >> (8 * j + 4)) & 15;
-      UNROLL for (int r = 0; r < R; ++r) {
-        int32_t s = int32_t(x[r * stride + k + j]) - 128;
-        sum[r][0] += a * s, sum[r][1] += b * s;
-      }
-    }
-#endif
-  }
-}
-#endif
 
 // Rows that go through all blocks together.
 struct Panel {
@@ -433,21 +305,21 @@ void block(const Weight& w, const X* x, Panel panel, T* y, int64_t first) {
 
 // Rows in 8 bits: what each is to be multiplied with, and its numbers.
 struct Bytes {
-  std::vector<RowByte> data;  // [rows][stride]
+  std::vector<RowByte> data;  // [rows][in], `row_offset` added
   std::vector<float> scale;   // [rows]
   std::vector<int32_t> sums;  // [rows][in / 32]: of the numbers that meet weights of one scale; filled where weights have 4 bits
-  int64_t stride, in;         // in: a multiple of 4, zeros behind the row's own numbers
+  int64_t in;                 // a multiple of 4, zeros behind the row's own numbers
 
-  const RowByte* at(int64_t row, int64_t k) const { return data.data() + row * stride + k / row_bytes_step; }
+  const RowByte* at(int64_t row, int64_t k) const { return data.data() + row * in + k; }
 };
 
 // Sums of products of bytes as numbers.
 template <typename T>
-inline void finish(const Weight& w, const Bytes& x, int64_t row, int64_t rows, bool offset, const i16v sum[][2], T* y, int64_t first) {
+inline void finish(const Weight& w, const Bytes& x, int64_t row, int64_t rows, const i16v sum[][2], T* y, int64_t first) {
   for (int c = 0; c < 2; ++c) {
     int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
     f16v scale = some<f16v>(w.scale + at, n), bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-    i16v much = (offset ? 128 : 0) * some<i16v>(w.sum + at, n);
+    i16v much = row_offset * some<i16v>(w.sum + at, n);
     for (int64_t r = 0; r < rows; ++r) {
       f16v product = float_of(sum[r][c] - much);
       put(y + (row + r) * w.out + at, product * (scale * x.scale[row + r]) + bias, n);
@@ -465,21 +337,12 @@ void block(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
     for (int64_t k = 0; k < x.in; k += step) {
       const int64_t length = std::min(step, x.in - k);
       const int8_t* piece = data + k * block_width;
-      auto with = [&](const auto* numbers) {
-        return [&, numbers](auto R, int64_t r, auto... ahead) { dot<R()>(x.at(row + r, k), x.stride, numbers, length, sum + r, ahead...); };
-      };
-#if defined(PAIRS)
-      if (many) {
-        Pairs pairs[piece_length];
-        for (int64_t i = 0; i < length; ++i) pairs[i] = pairs_of(piece + 32 * i);
-        if (row > panel.first) in_lines<rows_at_once>(count, with(pairs));
-        else through_piece<rows_at_once>(count, piece + length * block_width, length * block_width, length / 4, with(pairs));
-        continue;
-      }
-#endif
-      in_lines<rows_at_once>(count, with(piece));
+      auto some = [&](auto R, int64_t r, auto... ahead) { dot<R()>(x.at(row + r, k), x.in, piece, length, sum + r, ahead...); };
+      if (!pieces_ahead || (many && row > panel.first)) in_lines<rows_of_bytes>(count, some);
+      else if (many) through_piece<rows_of_bytes>(count, piece + length * block_width, length * block_width, length / 4, some);
+      else in_lines<rows_at_once>(count, [&](auto R, int64_t r) { some(R, r, Nearby<R()>{piece, 4 * block_width}); });
     }
-    finish(w, x, row, count, std::is_same_v<RowByte, uint8_t>, sum, y, first);
+    finish(w, x, row, count, sum, y, first);
   });
 }
 
@@ -489,8 +352,8 @@ void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t
   i16v sum[tile_rows][2];
   for (int64_t row = 0; row < rows; row += tile_rows) {
     int64_t count = std::min(rows - row, tile_rows);
-    products(count == tile_rows, x.at(row, 0), x.stride, (const int8_t*)w.data + first * x.in, sum);
-    finish(w, x, row, count, true, sum, y, first);
+    products(count == tile_rows, x.at(row, 0), x.in, (const int8_t*)w.data + first * x.in, sum);
+    finish(w, x, row, count, sum, y, first);
   }
 }
 
@@ -505,47 +368,6 @@ inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y
       for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
     }
   }
-}
-
-// The same for 4 bits. A weight is (number - 8) * scale; sums of 32 products are whole numbers, and those are added in order.
-template <typename T>
-void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
-  const int64_t groups = w.in / group_length;
-  const uint8_t* data = (const uint8_t*)w.data + first * w.in / 2;
-  const bf16* scales = w.scales + first * groups;
-  in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
-    f16v sum[strip_rows][2] = {};
-    for (int64_t g = 0; g < groups; ++g) {
-      const uint8_t* piece = data + g * group_length * block_width / 2;
-      const f16v by[2] = {load16(scales + g * block_width), load16(scales + g * block_width + 16)};
-#if defined(PAIRS)
-      if (many) {
-        Pairs pairs[group_length];
-        for (int64_t k = 0; k < group_length; k += 4)
-          UNROLL for (int c = 0; c < 4; ++c) pairs[k + c] = pairs_of(piece + 16 * k + 32 * (c & 1), 2 * (c & 2));
-        in_lines<rows_of_halves>(count, [&](auto R, int64_t r) {
-          const int32_t* offsets = x.sums.data() + (row + r) * groups + g;
-          add_group<R()>(x.at(row + r, g * group_length), x.stride, pairs, by, offsets, groups, sum + r);
-        });
-        continue;
-      }
-#endif
-      in_lines<rows_of_halves>(count, [&](auto R, int64_t r) {
-        constexpr int together = decltype(R)::value;
-        i16v part[together][2] = {};
-        dot_halves<together>(x.at(row + r, g * group_length), x.stride, piece, group_length, part);
-        UNROLL for (int i = 0; i < together; ++i) {
-          int32_t offset = 8 * x.sums[(row + r + i) * groups + g];
-          UNROLL for (int c = 0; c < 2; ++c) sum[r + i][c] += float_of(part[i][c] - offset) * by[c];
-        }
-      });
-    }
-    for (int c = 0; c < 2; ++c) {
-      int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
-      f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] * x.scale[row + r] + bias, n);
-    }
-  });
 }
 
 // 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.
@@ -570,28 +392,11 @@ inline void put_bytes(int8_t* to, f16v x) {
   std::memcpy(to, &y, 16);
 }
 
-// Rounded numbers of a row, a multiple of 4, as they are multiplied.
-#if defined(PAIRS)
-inline void put_row(const int8_t* numbers, int64_t count, int32_t* to) {
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {  // each four in the order 0, 2, 1, 3
-    const __m256i wide = _mm256_cvtepi8_epi16(load<__m128i>(numbers + i));
-    store(to + i / 2, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(wide, 0xd8), 0xd8));
-  }
-  for (; i < count; i += 4)
-    for (int j = 0; j < 2; ++j) to[i / 2 + j] = int32_t(uint32_t(uint16_t(numbers[i + j])) | uint32_t(numbers[i + j + 2]) << 16);
-}
-#else
-inline void put_row(const int8_t* numbers, int64_t count, uint8_t* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(numbers[i] + 128);
-}
-#endif
-
 template <typename T>
 void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
   const int64_t whole = in / 16 * 16;
-  to.in = (in + 3) / 4 * 4, to.stride = to.in / row_bytes_step;
-  to.data.resize(rows * to.stride);
+  to.in = (in + 3) / 4 * 4;
+  to.data.resize(rows * to.in);
   to.scale.resize(rows);
   const int64_t groups = summed ? in / group_length : 0;
   to.sums.resize(rows * groups);
@@ -612,7 +417,8 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
       float inverse = most > 0 ? 127.0f / most : 0.0f;
       for (int64_t i = 0; i < whole; i += 16) put_bytes(bytes.data() + i, load16(row + i) * inverse);
       for (int64_t i = whole; i < in; ++i) bytes[i] = int8_t(std::nearbyint(value_of(row[i]) * inverse));
-      put_row(bytes.data(), to.in, to.data.data() + r * to.stride);
+      RowByte* own = to.data.data() + r * to.in;
+      for (int64_t i = 0, count = bytes.size(); i < count; ++i) own[i] = RowByte(bytes[i] + row_offset);
       to.scale[r] = most / 127.0f;
       for (int64_t g = 0; g < groups; ++g) {
         int32_t sum = 0;

@@ -52,7 +52,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
 #else
   const float* wide = numbers;
 #endif
-  const int64_t row_bytes = in_bytes ? bytes.stride * sizeof(RowByte) : in_groups ? weights[0]->in : weights[0]->in * sizeof(*wide);
+  const int64_t row_bytes = in_bytes ? bytes.in : in_groups ? weights[0]->in : weights[0]->in * sizeof(*wide);
   const bool in_panels = !tiled && !groups_tiled && rows * row_bytes > bytes_in_panels;
   const int64_t together = in_panels ? std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows : std::max<int64_t>(1, rows);
   // Below about 100k multiplications a second thread costs more than it brings.

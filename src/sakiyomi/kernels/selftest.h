@@ -72,7 +72,7 @@ inline int code_of(const BlockFormat& form, const uint8_t* tile, int64_t channel
 }
 
 // Rows times codes of a format, whose scales are 1 and minimums 2: true where all sums are right. Rows are whole numbers, 127 among each
-// 32 of them, so that their scales are 1, too.
+// 32 of them, so that their scales are 1, too; of some rows all numbers are the largest.
 template <typename T>
 bool multiplies_blocks(const BlockFormat& form, int64_t rows, bool grouped) {
   constexpr int64_t in = 256, out = 40, blocks = 2;
@@ -90,7 +90,7 @@ bool multiplies_blocks(const BlockFormat& form, int64_t rows, bool grouped) {
   }
   std::vector<T> x(rows * in), y(rows * out);
   for (int64_t r = 0; r < rows; ++r)
-    for (int64_t k = 0; k < in; ++k) x[r * in + k] = as<T>(k % 32 == r % 32 ? 127 : (r + k) % 5 - 2);
+    for (int64_t k = 0; k < in; ++k) x[r * in + k] = as<T>(r % 3 == 0 || k % 32 == r % 32 ? 127 : r % 3 == 1 ? (r + k) % 5 - 2 : k % 2 * 254 - 127);
   const Weight weight{data.data(), nullptr, nullptr, nullptr, nullptr, in, out, sizeof(T) == 2, {}, &form, grouped};
   void* to = y.data();
   multiply<T>({&weight}, x.data(), &to, rows);

@@ -1,7 +1,8 @@
 """The builds of the kernels, for kinds of processors, and how one is made.
 
-A wheel contains all builds for x86-64. On other machines the build that fits is compiled when it is first needed. This
-file only needs the standard library: ``setup.py`` loads it by its path, and as a script it makes one build.
+A wheel for Linux contains all builds for its kind of machine, x86-64 or AArch64. On other systems the build that fits
+is compiled when it is first needed. This file only needs the standard library: ``setup.py`` loads it by its path, and
+as a script it makes one build.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NATIVE = "native"
 
 
 class Variant(NamedTuple):
-    """A build for x86-64: the compiler's options, and what `features` must hold."""
+    """A build: the compiler's options, and what `features` must hold."""
 
     options: tuple[str, ...]
     needs: frozenset[str]
@@ -35,6 +36,7 @@ class Variant(NamedTuple):
 
 
 _AVX2 = Variant(("-march=x86-64-v3",), frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"]))
+_AVX_VNNI = _AVX2.and_also("-mavxvnni", needs="avx_vnni")
 _AVX512 = _AVX2.and_also(
     "-march=x86-64-v4", "-mavx512vnni", needs="avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 )
@@ -42,8 +44,16 @@ _BF16 = _AVX512.and_also("-mavx512bf16", needs="avx512_bf16")
 # Products of bf16 by AVX-512 are faster on AMD's processors only; on Intel's, those of its matrix unit are.
 _ZEN4 = _BF16.and_also("-DBF16_PAIRS", needs="AuthenticAMD")
 _AMX = _BF16.and_also("-mamx-tile", "-mamx-int8", "-mamx-bf16", needs="amx_tile amx_int8 amx_bf16")
-VARIANTS = {"amx": _AMX, "zen4": _ZEN4, "avx512": _AVX512, "avx2": _AVX2}
-"""By name, the best first."""
+_NEON = Variant(("-march=armv8-a",), frozenset())
+_DOTPROD = _NEON.and_also("-march=armv8.2-a+dotprod", needs="atomics asimddp")
+_I8MM = _DOTPROD.and_also("-march=armv8.2-a+dotprod+i8mm", needs="i8mm")
+MACHINES = {
+    "x86_64": {"amx": _AMX, "zen4": _ZEN4, "avx512": _AVX512, "avx_vnni": _AVX_VNNI, "avx2": _AVX2},
+    "aarch64": {"i8mm": _I8MM, "dotprod": _DOTPROD, "neon": _NEON},
+}
+"""Builds by name, the best first, for each kind of machine."""
+VARIANTS = MACHINES.get(platform.machine(), MACHINES["x86_64"])
+"""Those for this kind of machine."""
 
 
 @functools.cache
@@ -69,7 +79,7 @@ def multiplies_bf16() -> bool:
 
 def distributed() -> bool:
     """Whether this system is one for which wheels have builds."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    return sys.platform == "linux" and platform.machine() in MACHINES
 
 
 def fitting() -> str | None:
@@ -89,6 +99,8 @@ def compiler() -> str | None:
 def _options(variant: str) -> list[str]:
     if variant in VARIANTS:
         own = VARIANTS[variant].options
+    elif sys.platform == "darwin" and platform.machine() == "arm64":
+        own = ("-mcpu=apple-m1",)  # not every clang of Apple knows "native"; all of these processors have dot products
     else:
         own = ("-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native",)
     return ["-O3", *own, "-std=c++20", "-fPIC", "-shared", "-s", "-w"]
