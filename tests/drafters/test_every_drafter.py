@@ -28,6 +28,7 @@ from sakiyomi.core.draft_specs import FORMS
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from statistical.harness import LEVEL, p_value
 from toys import character_tokenizer, save_model, tiny_llama
@@ -130,6 +131,18 @@ def test_greedy_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     done = llm.generate(prompts, SamplingParams(max_new_tokens=16, ignore_eos=True, gamma=3))
     assert [out.token_ids for out in done] == [greedy(target, prompt, 16) for prompt in prompts]
     assert sum(out.stats.drafted for out in done) > 0
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_passes_of_a_drafter_are_recorded(name: str, tmp_path: Path) -> None:
+    """A head whose output is what it reads, since the target's own head follows, too."""
+    if native() is None:
+        pytest.skip("passes are recorded in the kernels")
+    _, llm = made(name, tmp_path)
+    if llm.draft is None or llm.draft.model is None:
+        pytest.skip("it runs no model")
+    llm.generate([PROMPT], SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=3))
+    assert llm.draft.model.mode == "recorded"
 
 
 def p_of(llm: LLM, target: Any, rule: str) -> float:

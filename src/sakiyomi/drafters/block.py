@@ -9,7 +9,7 @@ hidden state is not available yet; the others are masks. All rows of a block att
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from sakiyomi.core.embedded import folder_of
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
 from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
-from sakiyomi.drafters.block_heads.runner import BlockRunner
+from sakiyomi.drafters.block_heads.runner import BlockRunner, Written
 from sakiyomi.drafters.model import LONG
 from sakiyomi.drafters.seats import Seat, SeatDrafter
 from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
@@ -32,10 +32,12 @@ class _Seat(Seat):
     Attributes:
         begun: the first token whose keys and values were written.
         known: the first token behind those; its column would be the next.
+        waiting: those of them that are written before the next block, with those of other requests.
     """
 
     begun: int = 0
     known: int = 0
+    waiting: list[Written] = field(default_factory=list)
 
 
 class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
@@ -69,18 +71,29 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         return cls(BlockRunner(file, target, around.pack(loaded)), target.vocab_size)
 
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
-        """See ``Drafter.observe``: keys and values of these tokens are written."""
+        """See ``Drafter.observe``: keys and values of these tokens are written, with those of other requests."""
         seat = self.seat(context)
         if not seat.begun <= first <= seat.known:  # states of the tokens in between are missing
-            seat.begun = first
+            seat.begun, seat.waiting = first, []
         seat.known = first + len(states[self.runner.options.layers[0]])
         if not self.model.cache.has_room(seat.slot, seat.known - seat.begun):
-            seat.begun = seat.known
+            seat.begun, seat.waiting = seat.known, []
             return
-        before = self.runner.seconds
-        self.runner.write(seat.slot, first - seat.begun, states)
-        if seat.known - first > LONG:
+        # Copies: the next pass may write into the same place.
+        kept = {layer: state.clone() for layer, state in states.items()}
+        seat.waiting.append(Written(seat.slot, first - seat.begun, kept))
+        if seat.known - seat.begun - seat.waiting[0].column > LONG:
+            before = self.runner.seconds
+            self._write([seat])
             self.prefill_seconds += self.runner.seconds - before
+
+    def _write(self, seats: Sequence[_Seat]) -> None:
+        """Write what waits of these requests."""
+        parts = [part for seat in seats for part in seat.waiting]
+        for seat in seats:
+            seat.waiting = []
+        if parts:
+            self.runner.write(parts)
 
     # ------------------------------------------------------------ drafts
 
@@ -100,6 +113,7 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
 
     def _grow(self, states: Sequence[SlotTree]) -> None:
         """The blocks of all requests are one pass."""
+        self._write([tree.context.memory[self.name] for tree in states])
         texts = [(tree.slot, tree.held, tree.context.tokens[-1]) for tree in states]
         logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in states))
         for row, tree in enumerate(states):

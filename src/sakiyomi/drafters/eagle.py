@@ -175,27 +175,31 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         """See ``Drafter.observe``. Features are made when they are needed, or of many tokens at once."""
         seat = self.seat(context)
         if seat.waiting and first != _end(seat.waiting[-1]):
-            self._feed(seat)
+            self._feed([seat])
         # Copies: the next pass may write into the same place.
         seat.waiting.append((first, {layer: state.clone() for layer, state in states.items()}))
         if _end(seat.waiting[-1]) - seat.waiting[0][0] >= TOGETHER:
-            self._feed(seat)
+            self._feed([seat])
 
-    def _feed(self, seat: _Seat) -> None:
-        """Make the features of the tokens that wait for them."""
-        waiting, seat.waiting = seat.waiting, []
-        if waiting:
-            states = {layer: torch.cat([own[layer] for _, own in waiting]) for layer in waiting[0][1]}
-            seat.feed(waiting[0][0], self._head.project(states))
+    def _feed(self, seats: Sequence[_Seat]) -> None:
+        """Make the features of the tokens that wait for them, of all these requests in one product."""
+        waiting = [(seat, *part) for seat in seats for part in seat.waiting]
+        if not waiting:
+            return
+        for seat in seats:
+            seat.waiting = []
+        states = {layer: torch.cat([own[layer] for *_, own in waiting]) for layer in waiting[0][2]}
+        counts = [len(next(iter(own.values()))) for *_, own in waiting]
+        for (seat, first, _), features in zip(waiting, self._head.project(states).split(counts), strict=True):
+            seat.feed(first, features)
 
     # ------------------------------------------------------------ drafts
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
         before = self.model.forward_seconds
+        self._feed([context.memory[self.name] for context in contexts if self.name in context.memory])
         for context in contexts:
-            if (seat := context.memory.get(self.name)) is not None:
-                self._feed(seat)
             self._catch_up(context)
         self.prefill_seconds += self.model.forward_seconds - before
         return super().propose(contexts, gammas)

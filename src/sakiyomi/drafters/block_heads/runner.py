@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,20 @@ from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
+
+
+class Written(NamedTuple):
+    """Committed tokens of a text, whose keys and values are to be written.
+
+    Attributes:
+        slot: of the text.
+        column: of the first of them.
+        states: of the target by layer, (tokens, hidden) each.
+    """
+
+    slot: int
+    column: int
+    states: Mapping[int, Tensor]
 
 
 class BlockRunner(Beside):
@@ -66,28 +81,29 @@ class BlockRunner(Beside):
 
     # ------------------------------------------------------------ the text
 
-    def write(self, slot: int, column: int, states: Mapping[int, Tensor]) -> None:
-        """Write keys and values of committed tokens.
+    def write(self, parts: Sequence[Written]) -> None:
+        """Write keys and values of committed tokens, of all these texts in one product.
 
         Args:
-            slot: of the request, with room for them.
-            column: of the first of them.
-            states: of the target by layer, (tokens, hidden) each.
+            parts: whose slots have room for them.
         """
-        model = self.model
-        both = torch.cat([states[layer] for layer in self.options.layers], -1).to(model.dtype)
+        model, layers = self.model, self.options.layers
+        both = torch.cat([torch.cat([part.states[layer] for part in parts]) for layer in layers], -1).to(model.dtype)
         count, shape = len(both), model.cache.shapes[0]
+        counts = [len(part.states[layers[0]]) for part in parts]
         with self._timed(), self._running(count):
             features = self._rms(self._project(both), self._norm)
             pairs = self._to_pairs(features).view(count, -1, 2, shape.heads, shape.key_dim)
-            positions = torch.arange(column, column + count, device=both.device)[None]
-            cos, sin = (part[0, :, None, None] for part in model.module.model.rotary_emb(features, positions))
+            places = [torch.arange(part.column, part.column + own) for part, own in zip(parts, counts, strict=True)]
+            turned = model.module.model.rotary_emb(features, torch.cat(places)[None].to(both.device))
+            cos, sin = (part[0, :, None, None] for part in turned)
             keys = self._rms(pairs[:, :, 0], self._key_norms[:, None])
             low, high = keys.chunk(2, -1)
             keys = keys * cos + torch.cat([-high, low], -1) * sin
-            for layer in range(len(model.cache.shapes)):
-                for store, fresh in ((model.cache.keys, keys[:, layer]), (model.cache.values, pairs[:, layer, 1])):
-                    store[layer][slot][:, column : column + count] = fresh.transpose(0, 1)
+            for store, fresh in ((model.cache.keys, keys), (model.cache.values, pairs[:, :, 1])):
+                for part, own in zip(parts, fresh.split(counts), strict=True):
+                    for layer, rows in enumerate(own.permute(1, 2, 0, 3)):
+                        store[layer][part.slot][:, part.column : part.column + rows.shape[1]] = rows
 
     def _rms(self, states: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of the last dimension."""

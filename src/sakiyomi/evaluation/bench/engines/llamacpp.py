@@ -25,6 +25,8 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
     wide = task["kind"] == "float32"
     if wide:
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    elif task.get("cache") == "8":
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_Q8_0
     if task["draft"] is not None:
         draft = params.speculative.draft
         draft.mparams.path = task["draft"]
@@ -57,6 +59,6 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
     return write, {
         "version": f"xllamacpp {xllamacpp.__version__}",
         "threads": task["threads"],
-        "KV": "f32" if wide else "f16",
+        "KV": "f32" if wide else "q8_0" if task.get("cache") == "8" else "f16",
         "built with": " ".join(part.split(":")[-1].split("=")[0].strip() for part in found),
     }
