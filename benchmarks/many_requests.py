@@ -6,8 +6,8 @@
 Each request is a question in the model's chat template, of 50 to 2000 tokens, and asks for 32 to 128 tokens; end tokens
 are ignored, so that all servers do the same work. `--streams N`: N clients, each with one request after the other.
 `--arrivals S`: requests come at random, S times as many a second as the slowest server finished in the largest closed
-loop (which is run first). Servers are processes of their own and have this machine by turns, lap by lap; the first
-lap is not counted. Other engines need environments (docs/peers.md). The last line is one JSON object.
+loop (which is run first). Servers are processes of their own and have this machine by turns, lap by lap; before
+the first one eight requests warm up. Other engines need environments (docs/peers.md). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def main() -> None:
             rate = load.share * min(known, default=0.0)
             for number in range(args.laps + 1):
                 for name, each in served.items():
-                    figures = lap(each, load, asked, rate)
+                    figures = lap(each, load, asked if number else asked[:8], rate)
                     if number:
                         found.setdefault(load.name, {}).setdefault(name, []).append(figures)
             more = f", {rate:.2f} requests/s" if rate else ""

@@ -23,11 +23,12 @@ def token_steps(weights: Tensor, width: int = 7) -> list[int]:
     Returns:
         A place for each token, ascending.
     """
-    from transformers.models.whisper.generation_whisper import _median_filter
-
     deviation, mean = torch.std_mean(weights, dim=-2, keepdim=True, correction=0)
-    smooth = _median_filter(((weights - mean) / deviation)[None], width)[0].mean(0)
-    return warp(-smooth.double().cpu().numpy())
+    smooth, half = (weights - mean) / deviation, width // 2
+    if smooth.shape[-1] > half:
+        smooth = torch.nn.functional.pad(smooth, (half, half), mode="reflect")
+        smooth = smooth.unfold(-1, width, 1).sort()[0][..., half]
+    return warp(-smooth.mean(0).double().cpu().numpy())
 
 
 def warp(costs: NDArray[np.float64]) -> list[int]:

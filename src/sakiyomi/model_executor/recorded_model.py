@@ -5,16 +5,18 @@ Recordings are read by `loading/recording.py` and written by `loading/recorder.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.jit._fuser import optimized_execution
 
 from sakiyomi.kernels.native import PackedLayer
 from sakiyomi.model_executor.program import Program
+from sakiyomi.sampling.suppressed import SuppressedTokens, forbidding
 
 
 class PlainConfig(SimpleNamespace):
@@ -32,17 +34,20 @@ class PlainConfig(SimpleNamespace):
 class RecordedModel(nn.Module):
     """Stands in for a transformers model: modules with its names that hold its weights. None of them is called.
 
+    Of an encoder-decoder model it stands in for the decoder.
+
     Args:
         about: the metadata of a recording, see `loading/recorder.py`.
         graph: TorchScript, from token ids and positions (1, N), the rows to keep (K) and the weights to logits (1, K,
-            V), what the head reads, (1, K, hidden), and the outputs of layers, (1, N, hidden) each.
+            V), what the head reads, (1, K, hidden), and the outputs of layers, (1, N, hidden) each; of a decoder
+            behind an encoder, of each layer's projection to queries for cross-attention.
         weights: the tensors that the graph reads, by name, in its order.
         layers: the packed linear layers, by name.
         whole: loads the transformers model with these packed layers in it.
 
     Attributes:
         program: runs passes.
-        outputs: stand for the decoder layers whose outputs passes can give: their forward hooks are called.
+        outputs: stand for the modules whose outputs passes can give: their forward hooks are called.
 
     Raises:
         UnsupportedError: see ``Program``.
@@ -59,7 +64,7 @@ class RecordedModel(nn.Module):
         whole: Callable[[RecordedModel], Any],
     ) -> None:
         super().__init__()
-        self.config = PlainConfig(**about["config"])
+        self.config = PlainConfig(**(about.get("decoder") or about["config"]))
         self.generation_config = PlainConfig(**about["generation_config"])
         self.dtype: torch.dtype = getattr(torch, about["dtype"])
         self.layers, self.whole = dict(layers), whole
@@ -131,3 +136,56 @@ class RecordedModel(nn.Module):
             for after in layer._forward_hooks.values():
                 after(layer, (), output)
         return SimpleNamespace(logits=logits)
+
+
+class RecordedEncoder(nn.Module):
+    """The encoder of a speech model, whose input has one shape.
+
+    Args:
+        about: metadata of the encoder, see `loading/recorder.py`.
+        script: TorchScript, from features (1, mels, frames) and weights to the last layer, (1, places, width).
+        weights: the tensors that the script reads, in its order.
+        layers: the packed linear layers.
+
+    Attributes:
+        about: as given.
+    """
+
+    def __init__(
+        self, about: Mapping[str, Any], script: Any, weights: Collection[Tensor], layers: Collection[PackedLayer]
+    ) -> None:
+        super().__init__()
+        self.about = about
+        self.weights = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in weights)
+        self.layers = nn.ModuleList(layers)
+        self._run = script.forward
+
+    def forward(self, input_features: Tensor) -> SimpleNamespace:
+        """Features to an object with last_hidden_state; packed layers need a pass that was begun without rows."""
+        with optimized_execution(False):  # or it would join operators, which rounds differently
+            return SimpleNamespace(last_hidden_state=self._run(input_features, *self.weights))
+
+
+class RecordedEncoderDecoder(nn.Module):
+    """Stands in for a transformers model with an encoder.
+
+    Args:
+        about: the metadata of a recording.
+        decoder, encoder: its parts.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self, about: Mapping[str, Any], decoder: RecordedModel, encoder: RecordedEncoder) -> None:
+        super().__init__()
+        self.decoder, self.encoder = decoder, encoder
+        self.config, self.dtype = PlainConfig(**about["config"]), decoder.dtype
+        self.generation_config = decoder.generation_config
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The head over the vocabulary."""
+        return self.decoder.get_output_embeddings()
+
+    def _get_logits_processor(self, settings: Any, begin: int, _: Tensor | None) -> list[SuppressedTokens]:
+        """As transformers' method, for settings of which it makes no others."""
+        return forbidding(settings, begin)

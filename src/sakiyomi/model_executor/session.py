@@ -192,7 +192,7 @@ class Session:
 
     def _listen(self) -> None:
         """Put hooks on the model's modules for hidden states, queries and projections."""
-        if self.weights.encoder is None:
+        if self.weights.encoder is None or isinstance(self.module, RecordedModel):
             self.weights.capture.listen(self.weights.head)
         if self._observer is not None:
             self._observer.listen(self)

@@ -48,7 +48,7 @@ from sakiyomi.model_executor.own_forward import expect_own, run_by_text
 from sakiyomi.model_executor.positions import context_note, position_count, rope_limit, take_positions
 from sakiyomi.model_executor.probe import PROOF, Expectation, Probed, expect, probe
 from sakiyomi.model_executor.quantizing import Quantizing
-from sakiyomi.model_executor.recorded_model import RecordedModel
+from sakiyomi.model_executor.recorded_model import RecordedEncoderDecoder, RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
 from sakiyomi.model_executor.structural_copy import (
     distinct_layers,
@@ -133,7 +133,7 @@ class ModelWeights:
     ) -> None:
         if quantize and not owned:  # else it was checked before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
-        recorded = isinstance(model, RecordedModel)
+        recorded = isinstance(model, RecordedModel | RecordedEncoderDecoder)
         if not recorded:
             _scale_for_inference(model)
         self.module: Any = model if recorded else structural_copy(model, owned=owned).eval()

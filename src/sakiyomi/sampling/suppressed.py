@@ -32,8 +32,21 @@ class SuppressedTokens:
         return scores
 
 
-def lighter(processor: LogitsProcessor) -> Any:
+def forbidding(settings: Any, begin: int) -> list[SuppressedTokens]:
+    """The processors of generation settings that forbid tokens, in transformers' order.
+
+    Args:
+        settings: suppress_tokens and begin_suppress_tokens, lists of ids or None.
+        begin: number of tokens that the decoder begins with.
+    """
+    lists = (settings.suppress_tokens, None), (settings.begin_suppress_tokens, begin)
+    return [SuppressedTokens(torch.tensor(tokens), at) for tokens, at in lists if tokens is not None]
+
+
+def lighter(processor: LogitsProcessor | SuppressedTokens) -> Any:
     """The same for two of transformers' processors; any other one is given back."""
+    if isinstance(processor, SuppressedTokens):
+        return processor
     from transformers import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
 
     if type(processor) is SuppressTokensLogitsProcessor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.kernels.batch import SequenceRows
-from sakiyomi.model_executor.encoder_decoder.decoder import CrossAttention
+from sakiyomi.model_executor.recorded_model import RecordedModel
 from sakiyomi.model_executor.runner import ModelRunner
 
 
@@ -28,23 +28,26 @@ def cross_weights(model: ModelRunner, source: Source, tokens: Sequence[int], hea
     Returns:
         (heads, tokens, places of the source) float32, each row sums to 1.
     """
-    model.unfold()
-    crosses = {module.layer_idx: module for module in model.module.modules() if isinstance(module, CrossAttention)}
+    encoder, layers = model.weights.encoder, sorted({layer for layer, _ in heads})
+    assert encoder is not None and model.sources is not None, "it has an encoder"
+    projections: dict[int, nn.Module] = {layer: encoder.crosses[layer].q for layer in layers}
+    if isinstance(model.module, RecordedModel):
+        model.module.capture(layers)
+        projections = {layer: model.module.outputs[layer] for layer in layers}
     queries: dict[int, Tensor] = {}
 
-    def note(cross: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        assert isinstance(cross, CrossAttention)
-        hidden = args[0] if args else given["hidden_states"]
-        queries[cross.layer_idx] = cross.queries(hidden[:, : len(tokens)]).float()
+    def note(layer: int) -> Any:
+        def hook(module: nn.Module, args: Any, projected: Tensor) -> None:
+            queries[layer] = encoder.crosses[layer].queries(projected[:, : len(tokens)]).float()
+
+        return hook
 
     with model.lock, model.cache.lent(len(tokens)) as slot, ExitStack() as hooks:
         model.make_room(slot, len(tokens), source)
-        for layer in {layer for layer, _ in heads}:
-            hook = crosses[layer].register_forward_pre_hook(note, with_kwargs=True)
-            hooks.callback(hook.remove)
+        for layer, projection in projections.items():
+            hooks.callback(projection.register_forward_hook(note(layer)).remove)
         with model.eagerly():
             model.score([SequenceRows(slot, 0, tokens, prompt=True)])
-        assert model.sources is not None, "it has an encoder"
         found = []
         for layer, head in heads:
             keys = model.sources.keys[layer][slot, head, : source.length].float()

@@ -22,7 +22,7 @@ from sakiyomi.kernels.pack import pack_linears, present
 from sakiyomi.model_executor.attention.op import CROSS, SOURCE, register_source
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.encoder_decoder.judged import Judged
-from sakiyomi.model_executor.recorded_model import PlainConfig
+from sakiyomi.model_executor.recorded_model import PlainConfig, RecordedEncoderDecoder
 from sakiyomi.model_executor.widened import widened
 
 
@@ -71,9 +71,9 @@ class CrossAttention(_Attention):
         q = self._split(self.q(hidden_states))
         return self._close(CROSS[self.attention](q, self.layer_idx, self.scaling))
 
-    def queries(self, hidden_states: Tensor) -> Tensor:
-        """Queries (heads, rows, dim) of the decoder's rows (1, rows, width), with the scale of scores."""
-        return self._split(self.q(hidden_states))[0] * self.scaling
+    def queries(self, projected: Tensor) -> Tensor:
+        """Queries (heads, rows, dim), with the scale of scores, of what `q` makes of rows, (1, rows, width)."""
+        return self._split(projected)[0] * self.scaling
 
     def read(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (heads, places, dim) of the encoder's output, (1, places, width)."""
@@ -109,7 +109,8 @@ class Decoder(nn.Module):
     def __init__(self, model: Any, family: Family, device: torch.device) -> None:
         super().__init__()
         config, decoder = model.config, model.get_decoder()
-        self.inner = model
+        self.inner, self._given = model, {"": "", "inner.": ""}
+        path = next(name for name, module in model.named_modules() if module is decoder)
         self.config = PlainConfig(
             model_type=config.model_type,
             vocab_size=int(getattr(config, family.vocabulary, None) or config.vocab_size),
@@ -122,9 +123,13 @@ class Decoder(nn.Module):
             self.distances = _by_distance(layers[0].get_submodule(family.own))
             _replace(layers, family.own, _SelfAttention, family)
         _replace(layers, family.cross, CrossAttention, family)
+        for at in [f"{path}.{family.layers}.{layer}.{family.cross}." for layer in range(len(layers))]:
+            parts = zip(["q", "k", "v", "out"], family.parts, strict=True)
+            self._given |= {f"inner.{at}{own}": f"{at}{given}" for own, given in parts}
         self.embed, self.positions, self.scale = decoder.embed_tokens, None, 1.0
         if family.positions is not None:
             self.positions = getattr(decoder, family.positions)
+            self._given["positions"] = f"{path}.{family.positions}"
             setattr(decoder, family.positions, _NoPositions(self.positions.weight.dtype, device))
         if family.scales:  # else it would scale the positions too
             self.scale, decoder.embed_scale = float(decoder.embed_scale), 1.0
@@ -147,6 +152,11 @@ class Decoder(nn.Module):
             use_cache=use_cache,
         )
 
+    def given_name(self, name: str) -> str:
+        """The name of a module or a weight in the user's model."""
+        own = max(filter(name.startswith, self._given), key=len)
+        return self._given[own] + name.removeprefix(own)
+
     def set_attn_implementation(self, name: str) -> None:
         """Switch to one of the attention operators, see ``kernels.attention``."""
         self.inner.set_attn_implementation(name)
@@ -164,13 +174,15 @@ class Encoder:
 
     Args:
         module: the encoder of a structural copy of the user's model; `pack` changes it.
+        path: of the module in the user's model.
         crosses: the decoder's cross-attentions.
         family: of the model.
         limit: most places of a source; None: no limit.
         device: the device that computes.
+        fingerprint: equal for encoders with the same weights; None: it is computed.
 
     Attributes:
-        module, limit: as given.
+        module, path, crosses, limit: as given.
         fingerprint: of its weights.
         shapes: shapes of the keys and values that cross-attention reads, by layer.
         judged: measurements of the whole model, if it is to be quantized; None: there are none.
@@ -181,11 +193,18 @@ class Encoder:
     lender: Encoder | None = None
 
     def __init__(
-        self, module: Any, crosses: list[CrossAttention], family: Family, limit: int | None, device: torch.device
+        self,
+        module: Any,
+        path: str,
+        crosses: list[CrossAttention],
+        family: Family,
+        limit: int | None,
+        device: torch.device,
+        fingerprint: str | None = None,
     ) -> None:
-        self.module, self._crosses, self._family, self.limit = module, crosses, family, limit
+        self.module, self.path, self.crosses, self._family, self.limit = module, path, crosses, family, limit
         self.dtype, self.device = next(module.parameters()).dtype, device
-        self.fingerprint = _fingerprint(module)
+        self.fingerprint = fingerprint or _fingerprint(module)
         self.shapes = [
             LayerShape(c.heads, c.k.out_features // c.heads, c.v.out_features // c.heads, device) for c in crosses
         ]
@@ -193,7 +212,7 @@ class Encoder:
     @property
     def projections(self) -> list[nn.Module]:
         """The projections of a source to keys and values, packed or not."""
-        return [module for cross in self._crosses for module in (cross.k, cross.v)]
+        return [module for cross in self.crosses for module in (cross.k, cross.v)]
 
     def pack(self, table: PackedWeights, bits: Mapping[int, int] | None, *, free: bool) -> None:
         """Have the kernels compute its linear layers and, without a bias of its own, its attention.
@@ -235,19 +254,24 @@ class Encoder:
     def pairs(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values (heads, places, dim) of every layer."""
         with widened(self.device):
-            return [cross.read(hidden) for cross in self._crosses]
+            return [cross.read(hidden) for cross in self.crosses]
 
 
-def split(model: Any, device: torch.device) -> tuple[Decoder, Encoder]:
+def split(model: Any, device: torch.device) -> tuple[Any, Encoder]:
     """Take a model apart.
 
     Args:
-        model: a structural copy of the user's model; changed in place.
+        model: a structural copy of the user's model, changed in place, or a recorded one.
         device: the device that computes, which may not be that of the weights.
+
+    Returns:
+        A `Decoder`, or the `RecordedModel` of one, and the encoder.
 
     Raises:
         UnsupportedError: its family is not supported.
     """
+    if isinstance(model, RecordedEncoderDecoder):
+        return model.decoder, _recorded_encoder(model)
     config, family = model.config, family_of(model.config)
     encoder = model.get_encoder()
     name = next(name for name, module in model.named_modules() if module is encoder)
@@ -258,7 +282,18 @@ def split(model: Any, device: torch.device) -> tuple[Decoder, Encoder]:
             module.config = own
     decoder = Decoder(model, family, device).eval()
     crosses = [module for module in decoder.modules() if isinstance(module, CrossAttention)]
-    return decoder, Encoder(encoder, crosses, family, family.source_positions(config), device)
+    return decoder, Encoder(encoder, name, crosses, family, family.source_positions(config), device)
+
+
+def _recorded_encoder(model: RecordedEncoderDecoder) -> Encoder:
+    """The encoder of a recorded model, with cross-attentions of the decoder's layers."""
+    about, family, crosses = model.encoder.about, family_of(model.config), []
+    for index, (path, settings) in enumerate(about["crosses"].items()):
+        attention = model.decoder.get_submodule(path)
+        vars(attention).update(settings)
+        crosses.append(CrossAttention(attention, index, family))
+    limit = family.source_positions(model.config)
+    return Encoder(model.encoder, about["path"], crosses, family, limit, model.device, about["fingerprint"])
 
 
 def _fingerprint(encoder: nn.Module) -> str:

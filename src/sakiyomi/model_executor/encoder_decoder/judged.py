@@ -46,14 +46,15 @@ def judge_whole(model: Any, text: Sequence[int], kind: str) -> Judged:
     """
     config, family = model.config, family_of(model.config)
     own = list(text)[: int(getattr(config, family.limit))] if family.limit else list(text)
-    source = _source(config, family, text, model.dtype)
+    source = noise_source(config, family, text, model.dtype)
     model.set_attn_implementation("eager")
     inputs = source.inputs | {"decoder_input_ids": torch.tensor([own])}
     errors, logits = layer_errors(model, inputs, {kind, "int8"})
     return Judged(source, own, choose_bits(kind, errors, model.get_output_embeddings()), logits)
 
 
-def _source(config: Any, family: Family, text: Sequence[int], dtype: torch.dtype) -> Source:
+def noise_source(config: Any, family: Family, text: Sequence[int], dtype: torch.dtype) -> Source:
+    """A text as a source, or noise as that of a speech model."""
     limit = family.source_positions(config)
     if not family.takes_audio:
         ids = list(text)[:limit]

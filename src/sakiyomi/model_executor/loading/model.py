@@ -132,10 +132,9 @@ def load_model(
         quantize: "int8" or "int4", of the linear layers. On the CPU they come from the packed copy if there is one,
             else they stay on disk until ``ModelRunner`` packs them one by one; on a GPU torchao quantizes them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
-        packed: whether a folder of ``save_packed`` is accepted, and blocks of a GGUF file may stay as they are. Only
-            ``ModelRunner`` can run such a model.
+        packed: whether packed copies and blocks of a GGUF file are accepted, which only ``ModelRunner`` can run.
         encoder_decoder: whether a model with an encoder is accepted.
-        recorded: whether it may come from a recording (``loading/recording.py``), which only ``ModelRunner`` runs.
+        recorded: whether it may come from a recording, which only ``ModelRunner`` runs.
         fits: called with the configuration before weights are read; raises if the model does not fit.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
@@ -167,8 +166,8 @@ def load_model(
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     elif recorded:
         whole = functools.partial(load_model, name, dtype=dtype, device=place, quantize=quantize, packed=packed)
-        if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
-            return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
+        if found := read_recording(folder, wanted, quantize, lambda: whole(encoder_decoder=True).model, fits):
+            return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1], extractor=found[3])
     config = config_of(folder)
     tokenizer = light_tokenizer(folder, backend) if recorded and gguf else read_tokenizer(folder, trust_remote_code)
     if gguf is None and is_packed(folder):
@@ -186,8 +185,9 @@ def load_model(
             loaded = _load(reader, tokenizer, quantize, offloaded, own)
             copies = None if has_encoder(config) else quantize
             copy_of = None if copies is None else copy_place(reader.place, copies, final, beside=own)
-    record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer) if recorded else None
-    return replace(loaded, extractor=read_extractor(folder, config), record=record)
+    extractor = read_extractor(folder, config)
+    record = functools.partial(save_recording, folder, wanted, quantize, copy_of, tokenizer, extractor=extractor)
+    return replace(loaded, extractor=extractor, record=record if recorded else None)
 
 
 def _name(target: Any) -> str:

@@ -26,10 +26,22 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLayer, packed_tensors
+from sakiyomi.model_executor.encoder_decoder.decoder import split
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.packed import is_packed, packed_files, same_layers, source_key
+from sakiyomi.model_executor.loading.recorded_encoder import (
+    check_encoder,
+    given_name,
+    parts_of,
+    prove_encoder,
+    traced_encoder,
+    whole,
+)
+from sakiyomi.model_executor.loading.recorded_extractor import recorded_extractor
 from sakiyomi.model_executor.loading.recorded_tokenizer import recorded_tokenizer
 from sakiyomi.model_executor.loading.recording import (
+    ENCODER,
+    FILTERS,
     SCRIPT,
     TOKENIZER,
     TensorSource,
@@ -61,6 +73,8 @@ def save_recording(
     tokenizer: Any,
     runner: ModelRunner,
     place: Path | None = None,
+    *,
+    extractor: Any = None,
 ) -> bool:
     """Write a recording of a model; whether it was written.
 
@@ -70,6 +84,7 @@ def save_recording(
         tokenizer: of the model.
         runner: runs the model in recorded passes; between requests.
         place: file of a recording that is distributed with the model; None: a file in the cache folder.
+        extractor: of a speech model.
     """
     if copy is not None and not is_packed(copy):
         return False  # it could not be written, which the log says already
@@ -80,17 +95,20 @@ def save_recording(
             checkpoint = read_checkpoint(folder)
             held, size = (checkpoint, checkpoint.stored_bytes) if copy is None else packed_files(copy)
             weights = runner.weights
-            apart = weights.encoder is not None or weights.stateful or weights.packed_experts
+            apart = weights.stateful or weights.packed_experts
             if size > (MOST if copy is None else MOST_PACKED) or apart or any(shape.tied for shape in weights.shapes):
-                raise UnsupportedError("it is too large, or has an encoder, packed experts, latents or other states")
-            about, script, read = _record(runner, TensorSource(held), copy)
+                raise UnsupportedError("it is too large, or has packed experts, latents or other states")
+            check_encoder(runner, quantize)
+            about, parts, read = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
             about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
             del about["config"]["_name_or_path"], known["name_or_path"]  # a recording may move with its folder
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
             with progress(f"recording passes of {folder.name} for the next start", size=size):
-                _prove(runner, about, script, read, TRIED if size <= MOST else TRIED[:-1])
-        parts = {SCRIPT: script} | ({} if backend is None else {TOKENIZER: backend})
+                _prove(runner, about, parts, read, TRIED if size <= MOST else TRIED[:-1])
+        if extractor is not None:
+            about["extractor"], parts[FILTERS] = recorded_extractor(extractor)
+        parts |= {} if backend is None else {TOKENIZER: backend}
         tensors = {name: torch.frombuffer(bytearray(part), dtype=torch.uint8) for name, part in parts.items()}
         with whole_file(place, "the next start takes longer") as fresh:
             save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
@@ -102,17 +120,21 @@ def save_recording(
 
 def _record(
     runner: ModelRunner, source: TensorSource, copy: Path | None
-) -> tuple[dict[str, Any], bytes, dict[str, Tensor]]:
-    """The metadata of a model, the graph of its pass, and the weights that the graph reads."""
-    weights, module = runner.weights, runner.module
-    names = {parameter.data_ptr(): name for name, parameter in module.named_parameters() if parameter.numel()}
-    modules: dict[str, nn.Module] = dict(module.named_modules())
+) -> tuple[dict[str, Any], dict[str, bytes], dict[str, Tensor]]:
+    """The metadata of a model, the graphs of its pass and of its encoder, and the weights that these read."""
+    weights, modules, parameters = runner.weights, *parts_of(runner)
+    names = {parameter.data_ptr(): name for name, parameter in parameters.items() if parameter.numel()}
     packed = {name: child for name, child in modules.items() if isinstance(child, PackedLayer)}
     layers = dict(sorted(packed.items(), key=lambda item: item[1].index))  # by which the graph calls them
     if [layer.index for layer in layers.values()] != list(range(len(layers))):
         raise UnsupportedError("its layers are not the first ones in the kernels' tables")
     script, read, outputs = _script(runner, names)
-    found = {name: module.get_parameter(name) for name in read}
+    parts, encoder = {SCRIPT: script}, None
+    if weights.encoder is not None:
+        graph, encoder = traced_encoder(runner)
+        encoder["weights"] = _with_weights(graph, names)
+        parts[ENCODER] = _saved(graph)
+    found: dict[str, Tensor] = {name: parameters[name] for name in (*read, *(encoder["weights"] if encoder else ()))}
     for name, tensor in found.items():
         if name not in source or not torch.equal(source(name, tensor.dtype), tensor):
             raise UnsupportedError(f"{name} is not in the checkpoint as the model has it")
@@ -120,6 +142,7 @@ def _record(
     rows = [f"{name}.weight" for name in embeddings]
     if copy is not None and not same_layers(copy, layers):
         raise UnsupportedError(f"{copy} holds other layers")
+    module = whole(runner)
     config = module.config.to_dict()
     aliases = getattr(module.config, "attribute_map", {})
     embedding = module.get_input_embeddings()
@@ -136,10 +159,12 @@ def _record(
         "embedding": next((name for name, child in modules.items() if child is embedding), ""),
         "outputs": outputs,
         "head": next(name for name, layer in layers.items() if layer is weights.head),
-        "siblings": weights.siblings,
+        "siblings": [[given_name(runner, name) for name in group] for group in weights.siblings],
         "cache": [shape.as_json() for shape in weights.shapes],
     }
-    return about, script, found
+    if encoder is not None:
+        about |= {"encoder": encoder, "decoder": runner.config.to_dict()}
+    return about, parts, found
 
 
 @contextmanager
@@ -151,6 +176,8 @@ def _captured(runner: ModelRunner, module: Any, outputs: bool = True) -> Iterato
     if isinstance(module, RecordedModel):
         capture.wanted = dict(enumerate(module.outputs)) if outputs else {}
         module.capture(list(capture.wanted))
+    elif outputs and runner.weights.encoder is not None:
+        capture.wanted = {cross.layer_idx: cross.q for cross in runner.weights.encoder.crosses}
     elif outputs:
         from sakiyomi.model_executor.weights import layers_of  # which imports this folder
 
@@ -171,8 +198,9 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
 
         def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
             capture.begin()
-            given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "logits_to_keep": keep}
-            logits = runner.module(**given, use_cache=False).logits
+            given = {"input_ids": ids, "position_ids": positions, "attention_mask": None, "use_cache": False}
+            with _keeping(runner, keep) as wanted:
+                logits = runner.module(**given, **wanted).logits
             read, *outputs = capture.take()
             alike = all(each.shape == (*ids.shape, read.shape[-1]) and each.dtype == read.dtype for each in outputs)
             return (logits, read, *(outputs if alike and len(outputs) == len(capture.wanted) else ()))
@@ -180,6 +208,25 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
         runner.begin(BatchPlan([]), 8)
         ids = torch.zeros(1, 8, dtype=torch.int64)
         graph = trace(forward, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
+    read = _with_weights(graph, names)
+    return _saved(graph), read, sum(len(leaves(value)) for value in graph.outputs()) - 2
+
+
+@contextmanager
+def _keeping(runner: ModelRunner, keep: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Have the head read these rows only; gives the arguments of the forward that say so."""
+    if runner.weights.keeps_logits:
+        yield {"logits_to_keep": keep}
+        return
+    hook = runner.weights.head.register_forward_pre_hook(lambda _, args: (args[0][:, keep],), prepend=True)
+    try:
+        yield {}
+    finally:
+        hook.remove()
+
+
+def _with_weights(graph: Any, names: Mapping[int, str]) -> list[str]:
+    """Make the weights that a graph reads further inputs; their names in order."""
     torch._C._jit_pass_dce(graph)
     read: list[str] = []
     for node in list(graph.nodes()):
@@ -196,7 +243,7 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
             raise UnsupportedError(f"a tensor of {value.numel()} values belongs to no layer")
     if len(set(read)) < len(read):
         raise UnsupportedError("a weight is read in two places")
-    return _saved(graph), read, sum(len(leaves(value)) for value in graph.outputs()) - 2
+    return read
 
 
 def _saved(graph: Any) -> bytes:
@@ -236,17 +283,21 @@ def _place(name: str, layer: PackedLayer, source: TensorSource, embeddings: list
 def _prove(
     runner: ModelRunner,
     about: Mapping[str, Any],
-    script: bytes,
+    scripts: Mapping[str, bytes],
     weights: Mapping[str, Tensor],
     tried: Sequence[int],
 ) -> None:
     """Compare passes of so many rows of the recorded model, with the same packed layers, with those of the model.
 
     Raises:
-        UnsupportedError: their logits differ, or the outputs of layers.
+        UnsupportedError: their logits differ, or the outputs of layers, or those of the encoder.
     """
-    layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLayer)}
-    recorded = assemble(about, script, weights, layers, whole=lambda model: model)
+    layers = {name: child for name, child in parts_of(runner)[0].items() if isinstance(child, PackedLayer)}
+    recorded: Any = assemble(about, scripts, weights, layers, whole=lambda model: model)
+    source = None
+    if runner.weights.encoder is not None:
+        recorded, encoder = split(recorded, runner.device)
+        source = prove_encoder(runner, encoder)
     own = runner.module
     last = [(rows, torch.tensor([rows - 1])) for rows in tried if rows < TRIED[-1]]
     for rows, keep in [*((rows, None) for rows in tried), *last]:
@@ -256,6 +307,7 @@ def _prove(
         found: list[tuple[Tensor, ...]] = []
         for module in (own, recorded):
             with runner.cache.lent(rows) as slot, runner.eagerly(), _captured(runner, module, keep is None) as capture:
+                runner.make_room(slot, rows, source)
                 runner.module = module
                 try:
                     plan = BatchPlan([SequenceRows(slot, 0, tokens)])

@@ -37,7 +37,9 @@ from sakiyomi.core.version import __version__
 from sakiyomi.kernels.build import built, native
 from sakiyomi.kernels.native import PackedLayer, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
-from sakiyomi.model_executor.loading.folder import read_tokenizer
+from sakiyomi.model_executor.encoder_decoder.decoder import split
+from sakiyomi.model_executor.loading.families import has_encoder
+from sakiyomi.model_executor.loading.folder import read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.packed import (
     packed_files,
     put_layers,
@@ -47,12 +49,19 @@ from sakiyomi.model_executor.loading.packed import (
     source_key,
 )
 from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.loading.recorded_extractor import RecordedExtractor
 from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
-from sakiyomi.model_executor.recorded_model import PlainConfig, RecordedModel
+from sakiyomi.model_executor.recorded_model import (
+    PlainConfig,
+    RecordedEncoder,
+    RecordedEncoderDecoder,
+    RecordedModel,
+)
 
 logger = logging.getLogger("sakiyomi")
 FORMAT = 5
-SCRIPT, TOKENIZER = "script", "tokenizer"
+Recorded = RecordedModel | RecordedEncoderDecoder
+SCRIPT, TOKENIZER, ENCODER, FILTERS = "script", "tokenizer", "encoder", "filters"
 SHIPPED = "recorded-{}.safetensors"  # beside the weights of an embedded model, by dtype
 SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
 
@@ -87,6 +96,9 @@ class TensorSource:
     """Tensors of a checkpoint, by name."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        from safetensors import safe_open
+
+        self._opened: Callable[[Path], Any] = functools.cache(functools.partial(safe_open, framework="pt"))
         headers = {path: read_header(path).entries for path in checkpoint.files}
         self._files = {name: path for path, entries in headers.items() for name in entries}
         self._shapes = {name: entry["shape"] for entries in headers.values() for name, entry in entries.items()}
@@ -96,10 +108,7 @@ class TensorSource:
 
     def __call__(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor, in this dtype."""
-        from safetensors import safe_open
-
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        tensor: Tensor = self._opened(self._files[name]).get_tensor(name)
         return tensor.to(dtype)
 
     def names(self, *shape: int) -> list[str]:
@@ -119,8 +128,9 @@ def read_recording(
     quantize: str | None,
     whole: Callable[[], Any],
     fits: Callable[[Any], object],
-) -> tuple[RecordedModel, Prepared, Any] | None:
-    """A model from its recording, its metadata and its tokenizer; None: there is no current recording.
+) -> tuple[Recorded, Prepared, Any, Any] | None:
+    """A model from its recording, its metadata, its tokenizer, and its feature extractor, which is None except for
+    speech models; None: there is no current recording.
 
     Args:
         folder: of the model.
@@ -143,11 +153,13 @@ def read_recording(
         about["config"]["_name_or_path"] = about["tokenizer"]["name_or_path"] = str(folder)
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
         tokenizer = _tokenizer(folder, about["tokenizer"], scripts.pop(TOKENIZER, None))
+        extractor = _extractor(folder, about, scripts.pop(FILTERS, None))
         fits(PlainConfig(**about["config"]))
         layers, prepared, source = (_from_copy if about["copy"] else _from_checkpoint)(about, checkpoint)
-        weights = {name: source(name, getattr(torch, about["dtype"])) for name in about["weights"]}
+        names = [*about["weights"], *(about["encoder"]["weights"] if ENCODER in scripts else ())]
+        weights = {name: source(name, getattr(torch, about["dtype"])) for name in names}
         try:
-            model = assemble(about, scripts[SCRIPT], weights, layers, functools.partial(_filled, whole))
+            model = assemble(about, scripts, weights, layers, functools.partial(_filled, whole, layers))
         except UnsupportedError as error:  # e.g. another version of torch reads the script as other operators
             raise LoadError(error.message) from error
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
@@ -157,7 +169,7 @@ def read_recording(
         with suppress(OSError):
             place_of(folder, dtype, quantize).unlink()
         return None
-    return model, prepared, tokenizer
+    return model, prepared, tokenizer, extractor
 
 
 def _first_current(
@@ -179,6 +191,15 @@ def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) ->
     whole = functools.partial(read_tokenizer, folder, trust_remote_code=False)
     made = Tokenizer.from_file(str(folder / "tokenizer.json")) if backend is None else Tokenizer.from_buffer(backend)
     return RecordedTokenizer(made, known, whole)
+
+
+def _extractor(folder: Path, about: Mapping[str, Any], filters: bytes | None) -> RecordedExtractor | None:
+    """The feature extractor of a recorded speech model."""
+    if filters is None:
+        return None
+    return RecordedExtractor(
+        about["extractor"], filters, lambda: read_extractor(folder, PlainConfig(**about["config"]))
+    )
 
 
 def _from_checkpoint(
@@ -219,15 +240,25 @@ def _from_copy(about: Mapping[str, Any], _: Checkpoint) -> tuple[dict[str, Packe
 
 def assemble(
     about: Mapping[str, Any],
-    script: bytes,
+    scripts: Mapping[str, bytes],
     weights: Mapping[str, Tensor],
     layers: Mapping[str, PackedLayer],
     whole: Callable[[RecordedModel], Any],
-) -> RecordedModel:
-    """The model of a recording, see ``RecordedModel``."""
+) -> Recorded:
+    """The model of a recording, see ``RecordedModel`` and ``RecordedEncoder``."""
     with undeprecated():
-        graph = torch.jit.load(io.BytesIO(script)).forward.graph
-    return RecordedModel(about, graph, weights, layers, whole).eval()
+        made = {name: torch.jit.load(io.BytesIO(script)) for name, script in scripts.items()}
+    graph = made[SCRIPT].forward.graph
+    if ENCODER not in made:
+        return RecordedModel(about, graph, weights, layers, whole).eval()
+    apart = about["encoder"]
+    within = [name for name in layers if name.startswith(f"{apart['path']}.")]
+    encoder = RecordedEncoder(
+        apart, made[ENCODER], [weights[name] for name in apart["weights"]], [layers[name] for name in within]
+    )
+    own = {name: weights[name] for name in about["weights"]}
+    others = {name: layer for name, layer in layers.items() if name not in within}
+    return RecordedEncoderDecoder(about, RecordedModel(about, graph, own, others, whole), encoder).eval()
 
 
 @contextmanager
@@ -238,8 +269,8 @@ def undeprecated() -> Iterator[None]:
         yield
 
 
-def _filled(whole: Callable[[], Any], recorded: RecordedModel) -> Any:
-    """The transformers model around a recorded one's packed layers."""
+def _filled(whole: Callable[[], Any], layers: Mapping[str, PackedLayer], recorded: RecordedModel) -> Any:
+    """The transformers model, or the decoder of one, around a recorded one's packed layers."""
     model = whole().eval().requires_grad_(False)  # or its passes could not be traced
-    put_layers(model, recorded.layers)
-    return model
+    put_layers(model, layers)
+    return split(model, recorded.device)[0] if has_encoder(model.config) else model

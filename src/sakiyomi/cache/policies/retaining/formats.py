@@ -80,8 +80,9 @@ def fingerprint(model: Any, tokenizer: Any) -> dict[str, str]:
     found = {}
     with suppress(UnsupportedError):
         found["tokenizer"] = tokenizer_digest(tokenizer)
+    given = getattr(model, "given_name", str)  # of a decoder whose parts have other names here
     vectors = {
-        f"{name}.{own}": weight
+        f"{given(name)}.{own}": weight
         for name, module in model.named_modules()
         if not out_features(module)  # packed layers hold their biases elsewhere
         for own, weight in module.named_parameters(recurse=False)
