@@ -39,14 +39,19 @@ from server import _processor as processor
 from server import server
 
 SHORTEST, LONGEST, TOKENS, CONTEXT = 50, 2000, (32, 128), 2304
+MARK = "@lap@"
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its text, and how many tokens it wants."""
+    """A request: its text, and how many tokens it wants. No two laps have the same text: nothing can be used again."""
 
     prompt: str
     tokens: int
+
+    def again(self, lap: int) -> Asked:
+        """The same for another lap: the beginning of the question differs."""
+        return Asked(self.prompt.replace(MARK, f"{lap}", 1), self.tokens)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def chats(folder: str, files: Sequence[str], count: int) -> list[Asked]:
     for path in map(Path, files):
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             for row in map(json.loads, file):
-                said = [{"role": "user", "content": row["turns"][0]}]
+                said = [{"role": "user", "content": f"{MARK}. {row['turns'][0]}"}]
                 text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
                 size = len(tokenizer(text).input_ids)
                 if SHORTEST <= size <= LONGEST:
@@ -192,6 +197,7 @@ def main() -> None:
     most, kind = max(load.streams for load in loads), args.quantize or args.dtype
     asked = chats(args.target, args.questions, args.requests)
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
+    begun = 0
     with ExitStack() as stack:
         served = {
             name: stack.enter_context(server(command, "/health", env=env))
@@ -201,8 +207,10 @@ def main() -> None:
             known = [_medians(laps)["requests/s"] for laps in found.get(f"{most} at once", {}).values()]
             rate = load.share * min(known, default=0.0)
             for number in range(args.laps + 1):
+                begun += 1
+                texts = [each.again(begun) for each in (asked if number else asked[:8])]
                 for name, each in served.items():
-                    figures = lap(each, load, asked if number else asked[:8], rate)
+                    figures = lap(each, load, texts, rate)
                     if number:
                         found.setdefault(load.name, {}).setdefault(name, []).append(figures)
             more = f", {rate:.2f} requests/s" if rate else ""

@@ -130,6 +130,18 @@ def test_a_model_comes_back(tmp_path: Path) -> None:
     assert llm.engine.requests
 
 
+def test_a_merge_that_a_tokenizer_lacks_is_added(tmp_path: Path) -> None:
+    """Files of multilingual models lack the first one."""
+    folder, _ = folder_of(tmp_path / "ct2")
+    known = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    merges = known["model"]["merges"]
+    known["model"]["merges"] = merges[1:]
+    (folder / "tokenizer.json").write_text(json.dumps(known), encoding="utf-8")
+    import_whisper(folder, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "tokenizer.json").read_text(encoding="utf-8"))
+    assert found["model"]["merges"] == merges
+
+
 def test_rounded_weights_become_what_they_stand_for(tmp_path: Path) -> None:
     name, names = "decoder/layer_1/ffn/linear_0/weight", "encoder/layer_0/ffn/linear_1/weight"
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.ctranslate2 import Ct2File, read_ct2
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.model_executor.loading.whisper_folder import Weight, config_of, special_ids, write_whisper
+from sakiyomi.model_executor.loading.whisper_folder import Weight, config_of, merges_of, special_ids, write_whisper
 
 _NORMS = {"gamma": "weight", "beta": "bias"}
 _PARTS = {
@@ -128,4 +128,13 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
     found = read_json(path)
     if not isinstance(found.get("added_tokens"), list):
         raise LoadError(f"{path} has no added_tokens; copy it from the model that was converted (openai/whisper-*)")
+    _complete(found, path)
     return found
+
+
+def _complete(tokenizer: dict[str, Any], path: Path) -> None:
+    """Add merges that lack: in the files of multilingual models that was the first one, by which " t" is one token."""
+    vocabulary, special = tokenizer["model"]["vocab"], {each["content"] for each in tokenizer["added_tokens"]}
+    words = sorted(vocabulary.keys() - special, key=vocabulary.__getitem__)
+    if len(tokenizer["model"]["merges"]) < sum(len(word) > 1 for word in words):
+        tokenizer["model"]["merges"] = [list(pair) for pair in merges_of(words, path)]

@@ -7,7 +7,6 @@ special tokens, follow from these.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from sakiyomi.model_executor.loading.whisper_folder import (
     END,
     Weight,
     config_of,
+    merges_of,
     parameters,
     special_ids,
     write_whisper,
@@ -117,7 +117,7 @@ def _tokenizer(file: GgmlFile) -> dict[str, Any]:
     tokens = file.tokens[: file.tokens.index(end)] if end in file.tokens else file.tokens
     special = _special(file, len(tokens))
     words = ["".join(letters[value] for value in token) for token in tokens]
-    merges = [(words[left], words[right]) for left, right in _merges(tokens, file.path)]
+    merges = merges_of(words, file.path)
     made = Tokenizer(models.BPE({word: number for number, word in enumerate([*words, END])}, merges))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens([AddedToken(name, normalized=False) for name in special])
@@ -143,24 +143,3 @@ def _special(file: GgmlFile, words: int) -> list[str]:
         )
     after = [name if count == len(LANGUAGES) else _OLDER.get(name, name) for name in _AFTER]
     return [END, *(f"<|{name}|>" for name in ("startoftranscript", *list(LANGUAGES)[:count], *after))]
-
-
-def _merges(tokens: Sequence[bytes], path: Path) -> Iterator[tuple[int, int]]:
-    """The two tokens of which each longer one is made, in the order of merging.
-
-    The merges before a token's own turn its bytes into these two.
-    """
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    for rank, token in enumerate(tokens):
-        parts = [bytes([value]) for value in token]
-        while len(parts) > 2:
-            least, place = min((ranks.get(parts[i] + parts[i + 1], rank), i) for i in range(len(parts) - 1))
-            if least >= rank:
-                break
-            parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        if ranks[token] != rank or len(parts) > 2 or any(ranks.get(part, rank + 1) > rank for part in parts):
-            raise LoadError(
-                f"{path} has the token {token!r}, which the tokens before it do not make; download it again"
-            )
-        if len(parts) == 2:
-            yield ranks[parts[0]], ranks[parts[1]]

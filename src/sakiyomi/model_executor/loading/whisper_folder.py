@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,6 +216,33 @@ def special_ids(tokenizer: Mapping[str, Any], source: Path) -> dict[str, int]:
         if f"<|{name}|>" not in ids:
             raise LoadError(f"{source} has no token <|{name}|>; copy tokenizer.json from the original model")
     return dict(sorted(ids.items(), key=lambda item: item[1]))
+
+
+def merges_of(words: Sequence[str], source: Path) -> list[tuple[str, str]]:
+    """The two tokens of which each longer one is made, in the order of merging.
+
+    The merges before a token's own turn its letters into these two.
+
+    Args:
+        words: all tokens of text, in the order of their ids; a letter for each byte.
+        source: where they are from, for errors.
+
+    Raises:
+        LoadError: they are not made by merging.
+    """
+    ranks, found = {word: rank for rank, word in enumerate(words)}, []
+    for rank, word in enumerate(words):
+        parts = list(word)
+        while len(parts) > 2:
+            least, place = min((ranks.get(parts[i] + parts[i + 1], rank), i) for i in range(len(parts) - 1))
+            if least >= rank:
+                break
+            parts[place : place + 2] = [parts[place] + parts[place + 1]]
+        if ranks[word] != rank or len(parts) > 2 or any(ranks.get(part, rank + 1) > rank for part in parts):
+            raise LoadError(f"{source} has the token {word!r}, which the tokens before it do not make; get it again")
+        if len(parts) == 2:
+            found.append((parts[0], parts[1]))
+    return found
 
 
 def _add_times(tokenizer: dict[str, Any], silent: int, size: int) -> None:

@@ -43,7 +43,6 @@ from sakiyomi.evaluation.bench.spec.results import (
 from sakiyomi.evaluation.bench.spec.table import rows, since
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import available, made
-from sakiyomi.model_executor.loading import has_encoder
 
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
@@ -109,7 +108,7 @@ class Spec:
         note(f"loading {config.target}")
         # One more slot than requests that run at once: the judge and oracles need one of their own.
         self._llm = llm = load(config, "none", exact=config.exact, max_batch=2, strict=True)
-        if has_encoder(llm.target.config):
+        if llm.target.sources is not None:
             raise UnsupportedError(
                 f"{config.target!r} has an encoder, and questions are for models that continue a text"
             )
