@@ -4,7 +4,8 @@
 
 Prompts are made tasks whose answers are known, as of `sakiyomi bench long`. Ours: the whole cache, and policies with an
 eighth of it. llama.cpp: keys and values of 16 and of 8 bits (docs/peers.md says how to install it). Each contender is a
-process of its own and reads the same prompts, one after the other, contender by contender; the first prompt warms up.
+process of its own and reads the same prompts, one after the other, contender by contender; the first prompt
+of several warms up.
 The last line is one JSON object.
 """
 
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--filler", help="texts in which made tasks hide what they ask for")
     parser.add_argument("--cache", action="append", help=f"ours; default {', '.join(CACHES)}")
     parser.add_argument("--count", type=int, default=4, help="prompts of each task and length")
+    parser.add_argument("--bits", choices=["16", "8"], action="append", help="of llama.cpp's pairs; default both")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--environments", help="folder of other engines' environments, as of bench --rows peers")
     args = parser.parse_args()
@@ -96,7 +98,7 @@ def main() -> None:
             for cache in args.cache or CACHES:
                 more = task | {"model": args.target, "cache": cache}
                 engines[f"sakiyomi {cache}"] = EngineProcess(own, Path(sys.prefix).parent, more)
-            for bits in ("16", "8") if args.peers else ():
+            for bits in (args.bits or ["16", "8"]) if args.peers else ():
                 more = task | {"model": gguf, "cache": bits}
                 engines[f"llama.cpp {bits} bits"] = EngineProcess(llamacpp, environments(args.environments), more)
             for engine in engines.values():
@@ -108,7 +110,7 @@ def main() -> None:
                     seconds = engine.run([[list(question.tokens)]], 1).seconds
                     text = engine.run([[list(question.tokens)]], question.answer_tokens).outputs[0]
                     right[name].append(question.score(tokenizer.decode(text)))
-                    if number:
+                    if number or args.count == 1:
                         first[name].append(seconds)
             print(f"\n{length} tokens, {kind}, load {os.getloadavg()[0]:.1f}")
             for name, engine in engines.items():

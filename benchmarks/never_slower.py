@@ -40,7 +40,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(args.target, "none", max_batch=max(args.requests), **_options(kind))
     llm.wait()
     dialogue = Dialogue(llm.tokenizer, "auto", "")
-    asked = {name: [turns[0] for turns in some] for name, some in questions(args.prompts, args.count).items()}
+    files = questions(args.prompts, args.count).items()
+    asked = {name: [turns[0] for turns in some] for name, some in files if name in (args.kind or [name])}
     params, clock = SamplingParams(max_new_tokens=args.max_new_tokens), [time.perf_counter, time.process_time]
     now, cells = clock[args.processor], {}
     for name, texts in (asked | {"lists": LISTS[: args.count]}).items():
@@ -78,6 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", help="folder of a chat model")
     parser.add_argument("--prompts", action="append", required=True, help="files of questions; each kind is a row")
+    parser.add_argument("--kind", action="append", help="of the files' questions; default all")
     parser.add_argument("--format", action="append", help="bfloat16, int8, int4, ...; default bfloat16 and int8")
     parser.add_argument("--build", action="append", help="builds of the kernels; default: the best one here")
     parser.add_argument("--requests", type=int, action="append", help="at once; default 1, 8 and 32")
