@@ -112,6 +112,9 @@ def save_recording(
         tensors = {name: torch.frombuffer(bytearray(part), dtype=torch.uint8) for name, part in parts.items()}
         with whole_file(place, "the next start takes longer") as fresh:
             save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
+    except UnsupportedError as error:
+        logger.debug("%s is not recorded: %s", folder, error.message)
+        return False
     except Exception as error:  # of any kind: the model runs, only the next start takes longer
         logger.info("%s is not recorded: %s", folder, one_line(error))
         return False
