@@ -550,7 +550,7 @@ def test_a_script_that_computes_something_else_is_not_kept(
     save_model(folder, model, character_tokenizer())
     monkeypatch.setattr(recorder, "_script", wrong)
     llm = LLM(folder, "none")
-    caplog.set_level("INFO", "sakiyomi")
+    caplog.set_level("DEBUG", "sakiyomi")
     llm.record()
     assert not recording.place_of(folder, None).exists() and "gives other logits" in caplog.text
 

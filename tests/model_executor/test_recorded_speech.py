@@ -188,13 +188,13 @@ def test_what_is_not_recorded(
 ) -> None:
     folder = save_speech(tmp_path / "model")
     _changed("generation_config.json", **settings)(Path(folder))
-    caplog.set_level("INFO", "sakiyomi")
+    caplog.set_level("DEBUG", "sakiyomi")
     assert not LLM(folder, "none", **options).record() and why in caplog.text
 
 
 def test_encoders_of_text_are_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_model(tmp_path / "model", build("bart", 3), character_tokenizer())
-    caplog.set_level("INFO", "sakiyomi")
+    caplog.set_level("DEBUG", "sakiyomi")
     assert not LLM(folder, "none").record() and "sources of any length" in caplog.text
 
 
@@ -217,7 +217,7 @@ def test_an_encoder_that_computes_something_else_is_not_kept(
             module.weight += 0.1 * i
     model.save_pretrained(folder)
     monkeypatch.setattr(recorder, "_with_weights", wrong)
-    caplog.set_level("INFO", "sakiyomi")
+    caplog.set_level("DEBUG", "sakiyomi")
     assert not LLM(folder, "none").record() and "encoder gives other numbers" in caplog.text
 
 
