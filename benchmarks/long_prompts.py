@@ -4,9 +4,8 @@
 
 Prompts are made tasks whose answers are known, as of `sakiyomi bench long`. Ours: the whole cache, and policies with an
 eighth of it. llama.cpp: keys and values of 16 and of 8 bits (docs/peers.md says how to install it). Each contender is a
-process of its own and reads the same prompts, one after the other, contender by contender; the first prompt
-of several warms up.
-The last line is one JSON object.
+process of its own and reads the same prompts, one after the other, contender by contender; the first prompt of several
+warms up. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from sakiyomi.evaluation.bench.engines.process import EngineProcess
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder, environments
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.questions import made, tasks_of
+from sakiyomi.kernels.quantization import QUANTIZATIONS
 from sakiyomi.model_executor.loading import load_model
 
 CACHES = ["full", "keydiff", "keydiff+minference", "snapkv"]
@@ -47,7 +47,7 @@ def start(task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     torch.set_num_threads(task["threads"])
     kind, budget = task["kind"], {} if task["cache"] in ("full", "minference") else {"kv_budget": task["context"] // 8}
-    precision = {"quantize": kind} if kind in ("int8", "int4") else {"dtype": kind}
+    precision = {"quantize": kind} if kind in QUANTIZATIONS else {"dtype": kind}
     llm = LLM(task["model"], "none", cache=task["cache"], max_context=task["context"], **budget, **precision)
     llm.wait()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
+import itertools
 import json
 import os
 import random
@@ -31,15 +31,15 @@ import psutil
 import torch
 import transformers
 
+from free_drafts import questions
 from sakiyomi.evaluation.bench.engines.gguf_files import KINDS, gguf_file
 from sakiyomi.evaluation.bench.engines.process import WORKER, python_of
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder, environments
 from sakiyomi.model_executor.loading import load_model
-from server import _processor as processor
-from server import server
+from server import exchange, processor, server
 
 SHORTEST, LONGEST, TOKENS, CONTEXT = 50, 2000, (32, 128), 2304
-MARK = "@lap@"
+MARK, MODEL = "@lap@", "model"
 
 
 @dataclass(frozen=True)
@@ -75,58 +75,46 @@ class Reply:
 def chats(folder: str, files: Sequence[str], count: int) -> list[Asked]:
     """So many questions of the files in the model's template, of all lengths, in an order of chance."""
     tokenizer, found = transformers.AutoTokenizer.from_pretrained(folder), []
-    for path in map(Path, files):
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            for row in map(json.loads, file):
-                said = [{"role": "user", "content": f"{MARK}. {row['turns'][0]}"}]
-                text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
-                size = len(tokenizer(text).input_ids)
-                if SHORTEST <= size <= LONGEST:
-                    found.append((size, text))
+    for turns in itertools.chain.from_iterable(questions(files, sys.maxsize).values()):
+        said = [{"role": "user", "content": f"{MARK}. {turns[0]}"}]
+        text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+        size = len(tokenizer(text).input_ids)
+        if SHORTEST <= size <= LONGEST:
+            found.append((size, text))
     chance = random.Random(0)
     found = sorted(found)[:: max(1, len(found) // count)][:count]
     chance.shuffle(found)
     return [Asked(text, chance.randint(*TOKENS)) for _, text in found]
 
 
-async def ask(url: str, model: str, asked: Asked) -> Reply:
+async def ask(url: str, asked: Asked) -> Reply:
     """Send one request and read its stream."""
-    host, port = url.removeprefix("http://").split(":")
-    body = {"model": model, "prompt": asked.prompt, "max_tokens": asked.tokens, "temperature": 0, "stream": True}
-    data = json.dumps(body | {"ignore_eos": True}).encode()
-    began = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
-    first, last, seen = 0.0, 0.0, b""
-    while part := await reader.read(65536):
-        seen += part
-        if b'"choices"' in part:
-            last = time.perf_counter() - began
-            first = first or last
-    writer.close()
-    if not first:
-        raise SystemExit(f"no tokens came from {url}: {seen[-500:].decode(errors='replace')}")
-    return Reply(first, last, asked.tokens)
+    body = {"model": MODEL, "prompt": asked.prompt, "max_tokens": asked.tokens, "temperature": 0, "stream": True}
+    parts, began = await exchange(url, body | {"ignore_eos": True})
+    times = [when - began for when, part in parts if b'"choices"' in part]
+    if not times:
+        said = b"".join(part for _, part in parts)
+        raise SystemExit(f"no tokens came from {url}: {said[-500:].decode(errors='replace')}")
+    return Reply(times[0], times[-1], asked.tokens)
 
 
-async def closed(url: str, model: str, asked: Sequence[Asked], streams: int) -> list[Reply]:
+async def closed(url: str, asked: Sequence[Asked], streams: int) -> list[Reply]:
     """All requests, so many at once."""
     waiting, replies = iter(asked), []
 
     async def client() -> None:
         for each in waiting:
-            replies.append(await ask(url, model, each))
+            replies.append(await ask(url, each))
 
     await asyncio.gather(*(client() for _ in range(streams)))
     return replies
 
 
-async def arrivals(url: str, model: str, asked: Sequence[Asked], rate: float) -> list[Reply]:
+async def arrivals(url: str, asked: Sequence[Asked], rate: float) -> list[Reply]:
     """All requests, which come at random: so many a second."""
     chance, running = random.Random(1), []
     for each in asked:
-        running.append(asyncio.create_task(ask(url, model, each)))
+        running.append(asyncio.create_task(ask(url, each)))
         await asyncio.sleep(chance.expovariate(rate))
     return list(await asyncio.gather(*running))
 
@@ -144,12 +132,13 @@ def commands(args: argparse.Namespace, kind: str, most: int) -> dict[str, tuple[
     """By name of the server the command that starts it, and its environment."""
     run = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve"]
     mine = [*run, "--target", args.target, "--max-batch", str(most), "--max-context", str(CONTEXT)]
-    mine += ["--served-name", "model", "--max-queue", "1000"]
+    mine += ["--served-name", MODEL, "--max-queue", "1000"]
     mine += ["--quantize", args.quantize] if args.quantize else ["--dtype", args.dtype]
     found: dict[str, tuple[list[str], dict[str, str] | None]] = {
         f"sakiyomi {name}": ([*mine, "--draft", draft], None) for name, draft in (("plain", "none"), ("auto", "auto"))
     }
-    more = ["--requests", str(most), "--context", str(CONTEXT), "--threads", str(torch.get_num_threads())]
+    task = {"kind": kind, "draft": None, "gamma": 0, "requests": most, "context": CONTEXT}
+    task |= {"threads": torch.get_num_threads()}
     for engine in (each for each in ENGINES if each.key in args.peer):
         python = python_of(engine, environments(args.environments))
         if engine.key == "llamacpp":
@@ -157,7 +146,8 @@ def commands(args: argparse.Namespace, kind: str, most: int) -> dict[str, tuple[
         else:
             model = as_openvino(engine, python, args.target, kind)
         file = str(Path(__file__).with_name("peer_servers.py"))
-        found[engine.name] = ([str(python), file, engine.key, model, *more], dict(os.environ, PYTHONPATH=""))
+        given = [str(engine.file), json.dumps(task | {"model": model})]
+        found[engine.name] = ([str(python), file, *given], dict(os.environ, PYTHONPATH=""))
     return found
 
 
@@ -165,10 +155,8 @@ def lap(served: tuple[str, psutil.Process], load: Load, asked: Sequence[Asked], 
     """Figures of a load on one server: tokens/s, first tokens and gaps between tokens in ms."""
     url, process = served
     before, began = processor(process), time.perf_counter()
-    if load.streams:
-        replies = asyncio.run(closed(url, "model", asked, load.streams))
-    else:
-        replies = asyncio.run(arrivals(url, "model", asked, rate))
+    work = closed(url, asked, load.streams) if load.streams else arrivals(url, asked, rate)
+    replies = asyncio.run(work)
     seconds, tokens = time.perf_counter() - began, sum(reply.tokens for reply in replies)
     firsts = sorted(1000 * reply.first for reply in replies)
     gaps = sorted(1000 * (reply.last - reply.first) / (reply.tokens - 1) for reply in replies)

@@ -13,19 +13,21 @@ last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from free_drafts import questions
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.core.progress import progress
 from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.kernels.quantization import QUANTIZATIONS
 
 LISTS = [
     f"List {count} {what}, one a line, each with a short reason."
@@ -34,9 +36,10 @@ LISTS = [
 """The kind of text that files of questions lack."""
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace, kind: str, build: str) -> dict[str, Any]:
     """The cells of one build and one format, in this process."""
-    kind = args.format[0]
+    if build:
+        os.environ["SAKIYOMI_NATIVE"] = build
     llm = LLM(args.target, "none", max_batch=max(args.requests), **_options(kind))
     llm.wait()
     dialogue = Dialogue(llm.tokenizer, "auto", "")
@@ -72,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _options(kind: str) -> dict[str, Any]:
-    return {"quantize": kind} if kind in ("int8", "int4") else {"dtype": kind}
+    return {"quantize": kind} if kind in QUANTIZATIONS else {"dtype": kind}
 
 
 def main() -> None:
@@ -87,22 +90,13 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--laps", type=int, default=3)
     parser.add_argument("--processor", action="store_true", help="times of the processor")
-    parser.add_argument("--cells", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.requests = args.requests or [1, 8, 32]
-    if args.cells:
-        print(json.dumps(measure(args)))
-        return
     found: dict[str, Any] = {}
-    ours = sys.argv[1:]
-    for build in args.build or [""]:
-        for kind in args.format or ["bfloat16", "int8"]:
-            with progress(f"{build} {kind}".strip()):
-                more = {"SAKIYOMI_NATIVE": build} if build else {}
-                given = [sys.executable, __file__, *_without(ours, "--format", "--build"), "--format", kind, "--cells"]
-                done = subprocess.run(given, env=os.environ | more, stdout=subprocess.PIPE, check=True, text=True)
-            for name, cell in json.loads(done.stdout.splitlines()[-1]).items():
-                found[f"{build or 'best'} {kind}, {name}"] = cell
+    for build, kind in itertools.product(args.build or [""], args.format or ["bfloat16", "int8"]):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+            cells = apart.submit(measure, args, kind, build).result()
+        found |= {f"{build or 'best'} {kind}, {name}": cell for name, cell in cells.items()}
     slow = {name for name, cell in found.items() if cell["speed"] < 1 - cell["apart"]}
     for name, cell in found.items():
         mark = "  SLOWER" if name in slow else ""
@@ -110,12 +104,6 @@ def main() -> None:
         print(f"{name:<44}{cell['speed']:6.2f}x  A/A {cell['apart']:.1%}  texts equal {equal}/{of}{mark}")
     print(f"{len(found) - len(slow)} of {len(found)} cells are not slower beyond A/A; load {os.getloadavg()[0]:.1f}")
     print(json.dumps({"cells": found, "load": os.getloadavg(), "threads": os.environ.get("OMP_NUM_THREADS")}))
-
-
-def _without(words: list[str], *flags: str) -> list[str]:
-    """Words of a command line without these flags and their values."""
-    left = iter(words)
-    return [word for word in left if not (word in flags and next(left, None) is not None)]
 
 
 if __name__ == "__main__":

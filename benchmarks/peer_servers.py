@@ -1,43 +1,26 @@
 """Other engines as HTTP servers for `many_requests.py`; runs in the engine's own environment (docs/peers.md).
 
-    python benchmarks/peer_servers.py llamacpp MODEL.gguf --requests 32 --context 2304 --threads 2 --port 8001
-    python benchmarks/peer_servers.py openvino FOLDER ...
+    python benchmarks/peer_servers.py src/sakiyomi/evaluation/bench/engines/llamacpp.py '{"model": ...}' --port 8001
 
-llama.cpp has a server of its own. OpenVINO GenAI's continuous batching gets a small one here: a thread steps the
-pipeline, others wait for its tokens. Prefix caches are off.
+The engine is opened as in row `peers`; the task is that of ``EngineProcess``. llama.cpp has a server of its own.
+OpenVINO GenAI's continuous batching gets a small one here: a thread steps the pipeline, others wait for its tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
-def llamacpp(args: argparse.Namespace) -> None:
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path, params.port = args.model, args.port
-    params.n_parallel, params.n_ctx = args.requests, args.requests * args.context
-    params.kv_unified, params.cache_prompt, params.cache_ram_mib, params.verbosity = False, False, 0, -1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
-    server = xllamacpp.Server(params)
-    print(server.listening_address, flush=True)
-    threading.Event().wait()
-
-
-def openvino(args: argparse.Namespace) -> None:
+def serve(pipeline: Any, port: int) -> None:
+    """Serve OpenVINO's pipeline."""
     import openvino_genai as genai
 
-    scheduler = genai.SchedulerConfig()
-    scheduler.max_num_seqs, scheduler.enable_prefix_caching, scheduler.cache_size = args.requests, False, 3
-    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads, "PERFORMANCE_HINT": "LATENCY"}
-    properties["INFERENCE_PRECISION_HINT"] = "bf16"
-    pipeline = genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU", properties)
     lock, wake, numbers = threading.Lock(), threading.Event(), iter(range(1 << 30))
 
     def steps() -> None:
@@ -85,14 +68,23 @@ def openvino(args: argparse.Namespace) -> None:
 
     threading.Thread(target=steps, daemon=True).start()
     ThreadingHTTPServer.request_queue_size = 128
-    ThreadingHTTPServer(("127.0.0.1", args.port), Handler).serve_forever()
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", help="file of the engine")
+    parser.add_argument("task", type=json.loads, help="what it opens, JSON")
+    parser.add_argument("--port", type=int, required=True)
+    args = parser.parse_args()
+    engine = runpy.run_path(args.engine)
+    if "served" in engine:
+        server = engine["served"](args.task | {"port": args.port})  # as long as it is held
+        print(server.listening_address, flush=True)
+        threading.Event().wait()
+    else:
+        serve(engine["opened"](args.task), args.port)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=["llamacpp", "openvino"])
-    parser.add_argument("model")
-    for name in ("requests", "context", "threads", "port"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    given = parser.parse_args()
-    {"llamacpp": llamacpp, "openvino": openvino}[given.engine](given)
+    main()

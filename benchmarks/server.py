@@ -124,12 +124,12 @@ def stream(url: str, body: dict[str, Any]) -> tuple[str, list[float], dict[str, 
 
 async def streams(url: str, bodies: list[dict[str, Any]]) -> list[tuple[str, list[float], dict[str, Any]]]:
     """The same of many at once."""
-    replies = await asyncio.gather(*(_exchange(url, body | {"stream": True}) for body in bodies))
+    replies = await asyncio.gather(*(exchange(url, body | {"stream": True}) for body in bodies))
     return [_read(*reply) for reply in replies]
 
 
-async def _exchange(url: str, body: dict[str, Any]) -> tuple[list[tuple[float, bytes]], float]:
-    """What came, and when; nothing is made of it while others still wait, who would pay for it."""
+async def exchange(url: str, body: dict[str, Any]) -> tuple[list[tuple[float, bytes]], float]:
+    """What came, and when, and when it was asked for; nothing is made of it while others wait, who would pay for it."""
     host, port = url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -172,16 +172,16 @@ def lap(
     server's processor time, and their texts.
     """
     url, process = served
-    before = _processor(process)
+    before = processor(process)
     began = time.perf_counter()
     replies = asyncio.run(streams(url, [asked(model, prompt, tokens) for prompt in prompts(count, number)]))
     seconds = time.perf_counter() - began
     texts = [text for text, _, _ in replies]
     tokens_got = sum(len(tokenizer(text).input_ids) for text in texts)
-    return tokens_got / seconds, tokens_got / (_processor(process) - before), texts
+    return tokens_got / seconds, tokens_got / (processor(process) - before), texts
 
 
-def _processor(process: psutil.Process) -> float:
+def processor(process: psutil.Process) -> float:
     """Seconds of the processor that a server and the processes it has started have taken."""
     return sum(sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,7 @@ def ct2(options: Ct2Options, output: JsonOption) -> None:
 
     Example: sakiyomi import ct2 faster-whisper-tiny whisper-tiny
     """
-    with progress("reading"):
-        from sakiyomi.model_executor.loading.ct2_whisper import import_whisper
-
-        out = new_folder(options.out)
-        config = import_whisper(Path(options.model).expanduser(), out)
-    _tell(out, config, output)
+    _import("ct2_whisper", options, output)
 
 
 def ggml(options: GgmlOptions, output: JsonOption) -> None:
@@ -60,15 +56,15 @@ def ggml(options: GgmlOptions, output: JsonOption) -> None:
 
     Example: sakiyomi import ggml ggml-tiny.bin whisper-tiny
     """
+    _import("ggml_whisper", options, output)
+
+
+def _import(reader: str, options: Ct2Options | GgmlOptions, output: JsonOption) -> None:
+    """Import by this module of ``loading``, and say what it was."""
     with progress("reading"):
-        from sakiyomi.model_executor.loading.ggml_whisper import import_whisper
-
+        module = importlib.import_module(f"sakiyomi.model_executor.loading.{reader}")
         out = new_folder(options.out)
-        config = import_whisper(Path(options.model).expanduser(), out)
-    _tell(out, config, output)
-
-
-def _tell(out: Path, config: dict[str, Any], output: JsonOption) -> None:
+        config: dict[str, Any] = module.import_whisper(Path(options.model).expanduser(), out)
     layers = f"{config['encoder_layers']} + {config['decoder_layers']} layers of width {config['d_model']}"
     say(f"{out}: whisper, {layers}, {config['vocab_size']} tokens")
     output.emit({"folder": str(out), "config": config})

@@ -79,10 +79,11 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         if not self.model.cache.has_room(seat.slot, seat.known - seat.begun):
             seat.begun, seat.waiting = seat.known, []
             return
-        # Copies: the next pass may write into the same place.
-        kept = {layer: state.clone() for layer, state in states.items()}
-        seat.waiting.append(Written(seat.slot, first - seat.begun, kept))
-        if seat.known - seat.begun - seat.waiting[0].column > LONG:
+        seat.waiting.append(part := Written(seat.slot, first - seat.begun, states))
+        if seat.known - seat.begun - seat.waiting[0].column <= LONG:
+            # Copies: the next pass may write into the same place.
+            seat.waiting[-1] = part._replace(states={layer: state.clone() for layer, state in states.items()})
+        else:
             before = self.runner.seconds
             self._write([seat])
             self.prefill_seconds += self.runner.seconds - before

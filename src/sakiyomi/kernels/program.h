@@ -139,8 +139,9 @@ class Program {
       }
       if (found.data() != to[i]) Tensor::around(to[i], found.shape(), found.dtype()).copy_(found);
     }
-    for (const Output& output : outputs_)  // two may be one value: a head's logits may be what it reads
-      if (to && made_[output.value]) tensors_[output.value] = Tensor();
+    if (!to) return;
+    for (const Output& output : outputs_)  // at the end: two may be one value, as a head's logits may be what it reads
+      if (made_[output.value]) tensors_[output.value] = Tensor();
   }
 
   // The first output of the last pass, which is the caller's from now on.

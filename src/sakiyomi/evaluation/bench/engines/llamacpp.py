@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
-def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[list[int]]], dict[str, Any]]:
-    """Open a GGUF file, with another one as its draft; see ``worker``."""
+def served(task: dict[str, Any]) -> Any:
+    """The server of a GGUF file, with another one as its draft; see ``worker``. `port`: on which it listens."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = task["model"]
+    params.port = task.get("port", params.port)
     params.n_parallel = task["requests"]
     # Each slot has its own share of the context, with room for draft tokens after the last one.
     params.n_ctx = task["requests"] * (task["context"] + task["gamma"] + 1)
@@ -37,7 +38,14 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
         threads += [draft.cpuparams, draft.cpuparams_batch]
     for each in threads:
         each.n_threads = task["threads"]
-    server = xllamacpp.Server(params)
+    return xllamacpp.Server(params)
+
+
+def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[list[int]]], dict[str, Any]]:
+    """Open a GGUF file, with another one as its draft; see ``worker``."""
+    import xllamacpp
+
+    server = served(task)
     pool = ThreadPoolExecutor(task["requests"])
 
     def one(prompt: list[int], tokens: int) -> list[int]:
@@ -59,6 +67,6 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
     return write, {
         "version": f"xllamacpp {xllamacpp.__version__}",
         "threads": task["threads"],
-        "KV": "f32" if wide else "q8_0" if task.get("cache") == "8" else "f16",
+        "KV": "f32" if task["kind"] == "float32" else "q8_0" if task.get("cache") == "8" else "f16",
         "built with": " ".join(part.split(":")[-1].split("=")[0].strip() for part in found),
     }

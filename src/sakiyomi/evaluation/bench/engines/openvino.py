@@ -20,16 +20,18 @@ def convert(model: str, kind: str, out: str) -> list[str]:
     return [*command, "--task", "text-generation-with-past", "--weight-format", *WEIGHTS[kind], out]
 
 
-def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[list[int]]], dict[str, Any]]:
-    """Open a converted model; see ``worker``."""
-    import numpy as np
-    import openvino as ov
+def precision_of(task: dict[str, Any]) -> str:
+    """What it computes in."""
+    return "f32" if task["kind"] == "float32" else "bf16"
+
+
+def opened(task: dict[str, Any]) -> Any:
+    """The pipeline of a converted model; see ``worker``."""
     import openvino_genai as genai
 
-    precision = "f32" if task["kind"] == "float32" else "bf16"
     properties = {
         "INFERENCE_NUM_THREADS": task["threads"],
-        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_PRECISION_HINT": precision_of(task),
         "PERFORMANCE_HINT": "LATENCY",
     }
     scheduler = genai.SchedulerConfig()
@@ -39,7 +41,16 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
     scheduler.enable_prefix_caching = False
     scheduler.cache_size = 2  # gigabytes, far more than the texts of a benchmark need
     more = {} if task["draft"] is None else {"draft_model": genai.draft_model(task["draft"], "CPU", **properties)}
-    pipeline = genai.ContinuousBatchingPipeline(task["model"], scheduler, "CPU", properties | more)
+    return genai.ContinuousBatchingPipeline(task["model"], scheduler, "CPU", properties | more)
+
+
+def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[list[int]]], dict[str, Any]]:
+    """Open a converted model; see ``worker``."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+
+    pipeline = opened(task)
 
     def write(batch: list[list[int]], tokens: int) -> list[list[int]]:
         config = genai.GenerationConfig(max_new_tokens=tokens, do_sample=False, ignore_eos=True)
@@ -51,7 +62,7 @@ def start(task: dict[str, Any]) -> tuple[Callable[[list[list[int]], int], list[l
     return write, {
         "version": genai.__version__,
         "threads": task["threads"],
-        "computes in": precision,
+        "computes in": precision_of(task),
         "weights": " ".join(WEIGHTS[task["kind"]]),
         "KV": "its default",
     }
