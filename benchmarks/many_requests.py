@@ -7,7 +7,8 @@ Each request is a question in the model's chat template, of 50 to 2000 tokens, a
 are ignored, so that all servers do the same work. `--streams N`: N clients, each with one request after the other.
 `--arrivals S`: requests come at random, S times as many a second as the slowest server finished in the largest closed
 loop (which is run first). Servers are processes of their own and have this machine by turns, lap by lap; before
-the first one eight requests warm up. Other engines need environments (docs/peers.md). The last line is one JSON object.
+the first one eight requests warm up. Other engines need environments (docs/peers.md). `--write FILE` writes requests as
+JSON lines for another client, such as guidellm. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from free_drafts import questions
 from sakiyomi.evaluation.bench.engines.gguf_files import KINDS, gguf_file
 from sakiyomi.evaluation.bench.engines.process import WORKER, python_of
 from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder, environments
+from sakiyomi.evaluation.bench.engines.vllm import settings
 from sakiyomi.model_executor.loading import load_model
-from server import exchange, processor, server
+from server import exchange, processor, server, vllm_serve
 
 SHORTEST, LONGEST, TOKENS, CONTEXT = 50, 2000, (32, 128), 2304
 MARK, MODEL = "@lap@", "model"
@@ -140,6 +142,12 @@ def commands(args: argparse.Namespace, kind: str, most: int) -> dict[str, tuple[
     task = {"kind": kind, "draft": None, "gamma": 0, "requests": most, "context": CONTEXT}
     task |= {"threads": torch.get_num_threads()}
     for engine in (each for each in ENGINES if each.key in args.peer):
+        if kind not in engine.kinds:
+            raise SystemExit(f"{engine.name} has no {kind}: leave --peer {engine.key} out")
+        if engine.key == "vllm":
+            command = vllm_serve(args.target, kind, most, args.environments, CONTEXT, MODEL)
+            found[engine.name] = command, settings(torch.get_num_threads()) | {"PYTHONPATH": ""}
+            continue
         python = python_of(engine, environments(args.environments))
         if engine.key == "llamacpp":
             model = str(gguf_file(load_model(args.target, dtype=args.dtype), KINDS[kind]))
@@ -177,13 +185,18 @@ def main() -> None:
     parser.add_argument("--arrivals", type=float, action="append", help="shares of the slowest server's requests/s")
     parser.add_argument("--requests", type=int, default=64, help="of a lap")
     parser.add_argument("--laps", type=int, default=3)
-    parser.add_argument("--peer", action="append", default=[], choices=["llamacpp", "openvino"])
+    parser.add_argument("--peer", action="append", default=[], choices=["llamacpp", "openvino", "vllm"])
     parser.add_argument("--environments", help="folder of other engines' environments, as of bench --rows peers")
+    parser.add_argument("--write", type=Path, help="write the requests to a file, and measure nothing")
     args = parser.parse_args()
     loads = [Load(f"{n} at once", streams=n) for n in args.streams or (8, 32)]
     loads += [Load(f"arrivals {share:g}", share=share) for share in args.arrivals or ()]
     most, kind = max(load.streams for load in loads), args.quantize or args.dtype
     asked = chats(args.target, args.questions, args.requests)
+    if args.write is not None:
+        lines = [json.dumps({"prompt": each.again(0).prompt, "output_tokens_count": each.tokens}) for each in asked]
+        args.write.write_text("\n".join([*lines, ""]), encoding="utf-8")
+        return
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     begun = 0
     with ExitStack() as stack:

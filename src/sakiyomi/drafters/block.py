@@ -79,11 +79,10 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         if not self.model.cache.has_room(seat.slot, seat.known - seat.begun):
             seat.begun, seat.waiting = seat.known, []
             return
-        seat.waiting.append(part := Written(seat.slot, first - seat.begun, states))
-        if seat.known - seat.begun - seat.waiting[0].column <= LONG:
-            # Copies: the next pass may write into the same place.
-            seat.waiting[-1] = part._replace(states={layer: state.clone() for layer, state in states.items()})
-        else:
+        # A copy: the next pass may write into the same place.
+        both = torch.cat([states[layer] for layer in self.runner.options.layers], -1)
+        seat.waiting.append(Written(seat.slot, first - seat.begun, both))
+        if seat.known - seat.begun - seat.waiting[0].column > LONG:
             before = self.runner.seconds
             self._write([seat])
             self.prefill_seconds += self.runner.seconds - before

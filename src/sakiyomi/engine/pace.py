@@ -11,7 +11,7 @@ from statistics import median
 
 from sakiyomi.drafters.draft_length import ANEW, LOSS, Throughput
 
-SETTLED, FEWEST = 16, 6  # rounds of one request with drafts, after which they are compared; least of many requests
+SETTLED, FEWEST = 16, 3  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
 NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting is less than NEAR times as fast as plain decoding
 FIRST_LOOKS, READINGS = 3, 5  # plain rounds of the first look; readings whose median counts
@@ -37,7 +37,7 @@ class Pace:
 
     def __init__(self, requests: int) -> None:
         self._alone = requests == 1
-        self.settled = max(FEWEST, SETTLED // requests)
+        self.settled = max(FEWEST, round(SETTLED / requests**0.5))  # a mean of more requests is sooner known
         self.drafted = Throughput()
         self.plain = self.last = 0.0
         self._readings: deque[float] = deque(maxlen=READINGS)  # seconds of plain rounds

@@ -8,6 +8,7 @@ ranks the likeliest tokens of a slot by the token before and the hidden state.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ class Corrections:
         self._before = own.pop("markov_head.markov_w1.weight", None)
         self._after = own.pop("markov_head.markov_w2.weight", None)
         self.rank = 0 if self._before is None else self._before.shape[1]
-        self._mix = _linear(own, "markov_head." + {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind, "none"))
-        self._confidence = _linear(own, "confidence_head.proj")
-        found = (None if self._after is None else self._after.shape[1], _width(self._mix), _width(self._confidence))
+        mix = _linear(own, "markov_head." + {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind, "none"))
+        confidence = _linear(own, "confidence_head.proj")
+        found = (None if self._after is None else self._after.shape[1], _width(mix), _width(confidence))
         mixed = {"gated": self._width + self.rank, "rnn": self._width + 2 * self.rank}.get(self.kind)
         sure = (self._width, self._width + self.rank) if file.options.confident else (None,)
         if own or found[:2] != (self.rank if self.kind else None, mixed) or found[2] not in sure:
@@ -49,6 +50,9 @@ class Corrections:
                 f"the tensors markov_head.* and confidence_head.* of {file.name} do not fit its config.json; get it "
                 "again"
             )
+        # Of what they read, hidden states are known for all slots at once; tokens and states are not.
+        self._mix = None if mix is None else _Split.of(mix, self._width, first=self.kind == "gated")
+        self._confidence = None if confidence is None else _Split.of(confidence, self._width, first=True)
 
     def begin(self, logits: Tensor, hidden: Tensor) -> Correct:
         """Corrections of one block.
@@ -59,51 +63,67 @@ class Corrections:
         """
         behind: dict[int, Tensor] = {}  # states of a recurrent head behind each place
         blank = hidden.new_zeros(self.rank)
+        here = self._mix.of_hidden(hidden) if self._mix is not None else None
+        sure = self._confidence.of_hidden(hidden) if self._confidence is not None else None
 
         def slot(
             level: int, places: Sequence[int], tokens: Tensor, parents: Sequence[int]
         ) -> tuple[Tensor, list[float] | None]:
-            states = torch.stack([blank if place < 0 else behind[parents[place]] for place in places])
-            bias, states, embedded = self.step(tokens, hidden[level], states)
-            behind.update(zip(places, states, strict=True))
-            found = logits[level].expand(len(places), -1)
-            return found if bias is None else found + bias, self.sure(hidden[level], embedded)
+            found, embedded = logits[level].expand(len(places), -1), None
+            if self._before is not None and self._after is not None:
+                mixed = embedded = self._before[tokens]
+                if self._mix is not None and here is not None and self.kind == "gated":
+                    mixed = torch.sigmoid(self._mix.add(here[level], embedded)) * embedded
+                elif self._mix is not None and here is not None:
+                    states = torch.stack([blank if place < 0 else behind[parents[place]] for place in places])
+                    mixed, fresh = self._recurrent(here[level], states, embedded)
+                    behind.update(zip(places, fresh, strict=True))
+                found = torch.addmm(logits[level], mixed, self._after.T)
+            if sure is None or self._confidence is None:
+                return found, None
+            rated = sure[level].expand(len(places), -1)
+            if embedded is not None and self._confidence.others.numel():
+                rated = self._confidence.add(sure[level], embedded)
+            chances: list[float] = torch.sigmoid(rated.float())[:, 0].tolist()
+            return found, chances
 
         return slot
 
-    def step(self, tokens: Tensor, hidden: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
-        """One slot behind several tokens.
+    def _recurrent(self, here: Tensor, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """What a recurrent head gives, and its next states, (n, rank) each."""
+        assert self._mix is not None
+        gate, fresh, mixed = self._mix.add(here, torch.cat([states, embedded], -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(mixed), gate * states + (1 - gate) * torch.tanh(fresh)
 
-        Args:
-            tokens: (n,) before the slot.
-            hidden: (hidden,) what the head over the vocabulary reads at the slot.
-            states: (n, rank), of a recurrent head.
 
-        Returns:
-            What is added to the slot's logits, (n, V); the next states; the tokens' embeddings, (n, rank).
-        """
-        if self._before is None or self._after is None:
-            return None, states, hidden.new_zeros(len(tokens), 0)
-        embedded = self._before[tokens]
-        here = hidden.expand(len(tokens), -1)
-        mixed = embedded
-        if self._mix is not None and self.kind == "gated":
-            mixed = torch.sigmoid(F.linear(torch.cat([here, embedded], -1), *self._mix)) * embedded
-        elif self._mix is not None:
-            gate, fresh, mixed = F.linear(torch.cat([states, embedded, here], -1), *self._mix).chunk(3, -1)
-            gate, mixed = torch.sigmoid(gate), torch.tanh(mixed)
-            states = gate * states + (1 - gate) * torch.tanh(fresh)
-        return mixed @ self._after.T, states, embedded
+class _Split(NamedTuple):
+    """A linear layer that reads a hidden state and others side by side.
 
-    def sure(self, hidden: Tensor, embedded: Tensor) -> list[float] | None:
-        """Chances that guesses of a slot are accepted behind several tokens; None: there is no confidence head."""
-        if self._confidence is None:
-            return None
-        read = hidden.expand(len(embedded), -1)
-        if self._confidence[0].shape[1] > self._width:
-            read = torch.cat([read, embedded], -1)
-        found: list[float] = torch.sigmoid(F.linear(read, *self._confidence).float())[:, 0].tolist()
-        return found
+    Attributes:
+        hidden, others: its weights for both, (out, in).
+        bias: (out,).
+    """
+
+    hidden: Tensor
+    others: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def of(cls, layer: tuple[Tensor, Tensor | None], width: int, *, first: bool) -> _Split:
+        """Of a layer whose hidden states are so wide, and come before the others or behind them."""
+        weight, bias = layer
+        hidden = slice(width) if first else slice(weight.shape[1] - width, None)
+        others = slice(width, None) if first else slice(weight.shape[1] - width)
+        return cls(weight[:, hidden].contiguous(), weight[:, others].contiguous(), bias)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """(slots, hidden) to (slots, out), with the bias."""
+        return F.linear(hidden, self.hidden, self.bias)
+
+    def add(self, here: Tensor, others: Tensor) -> Tensor:
+        """The layer's output: of the hidden state (out,), and of several (n, in) of the others."""
+        return torch.addmm(here, others, self.others.T)
 
 
 class Selector:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,12 +26,12 @@ class Written(NamedTuple):
     Attributes:
         slot: of the text.
         column: of the first of them.
-        states: of the target by layer, (tokens, hidden) each.
+        states: of the target's layers side by side, (tokens, layers x hidden).
     """
 
     slot: int
     column: int
-    states: Mapping[int, Tensor]
+    states: Tensor
 
 
 class BlockRunner(Beside):
@@ -65,6 +65,7 @@ class BlockRunner(Beside):
         biased = f"{both[0]}.bias" in file.tensors
         self._bias = torch.cat([own(f"{name}.bias") for name in both]) if biased else None
         self._key_norms = torch.stack([own(f"{name}k_norm.weight") for name in attention])
+        self._angles: tuple[Tensor, Tensor] | None = None  # by position
         self._own_head = "lm_head.weight" in file.tensors
         self.corrections: Corrections | Selector | None = None
         if self.options.markov or self.options.confident:
@@ -87,28 +88,41 @@ class BlockRunner(Beside):
         Args:
             parts: whose slots have room for them.
         """
-        model, layers = self.model, self.options.layers
-        both = torch.cat([torch.cat([part.states[layer] for part in parts]) for layer in layers], -1).to(model.dtype)
-        count, shape = len(both), model.cache.shapes[0]
-        counts = [len(part.states[layers[0]]) for part in parts]
+        model, shape = self.model, self.model.cache.shapes[0]
+        both = torch.cat([part.states for part in parts]) if len(parts) > 1 else parts[0].states
+        count, counts = len(both), [len(part.states) for part in parts]
         with self._timed(), self._running(count):
-            features = self._rms(self._project(both), self._norm)
+            features = self._rms(self._project(both.to(model.dtype)), self._norm)
             pairs = self._to_pairs(features).view(count, -1, 2, shape.heads, shape.key_dim)
-            places = [torch.arange(part.column, part.column + own) for part, own in zip(parts, counts, strict=True)]
-            turned = model.module.model.rotary_emb(features, torch.cat(places)[None].to(both.device))
-            cos, sin = (part[0, :, None, None] for part in turned)
             keys = self._rms(pairs[:, :, 0], self._key_norms[:, None])
             low, high = keys.chunk(2, -1)
+            cos, sin = self._turns(parts, counts, features)
             keys = keys * cos + torch.cat([-high, low], -1) * sin
-            for store, fresh in ((model.cache.keys, keys), (model.cache.values, pairs[:, :, 1])):
-                for part, own in zip(parts, fresh.split(counts), strict=True):
-                    for layer, rows in enumerate(own.permute(1, 2, 0, 3)):
-                        store[layer][part.slot][:, part.column : part.column + rows.shape[1]] = rows
+            fresh: list[Tensor] = []
+            places: list[Tensor] = []
+            for store, made in ((model.cache.keys, keys), (model.cache.values, pairs[:, :, 1])):
+                for part, own in zip(parts, made.split(counts), strict=True):
+                    fresh += own.permute(1, 2, 0, 3).unbind()
+                    columns = slice(part.column, part.column + len(part.states))
+                    places += [store[layer][part.slot][:, columns] for layer in range(made.shape[1])]
+            torch._foreach_copy_(places, fresh)
+
+    def _turns(self, parts: Sequence[Written], counts: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions of these parts, (tokens, 1, 1, key_dim)."""
+        length = max([part.column + count for part, count in zip(parts, counts, strict=True)])
+        if self._angles is None or len(self._angles[0]) < length:
+            positions = torch.arange(2 * length, device=like.device)[None]
+            cos, sin = (part[0, :, None, None] for part in self.model.module.model.rotary_emb(like, positions))
+            self._angles = cos, sin
+        cos, sin = (
+            [table[part.column : part.column + count] for part, count in zip(parts, counts, strict=True)]
+            for table in self._angles
+        )
+        return (cos[0], sin[0]) if len(parts) == 1 else (torch.cat(cos), torch.cat(sin))
 
     def _rms(self, states: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of the last dimension."""
-        normed = F.rms_norm(states.float(), states.shape[-1:], eps=self.model.config.rms_norm_eps)
-        return weight * normed.to(states.dtype)
+        return weight * F.rms_norm(states, states.shape[-1:], eps=self.model.config.rms_norm_eps)
 
     # ------------------------------------------------------------ blocks
 
@@ -141,7 +155,8 @@ class BlockRunner(Beside):
             logits = found.logits.to(hidden.device).view(len(texts), rows, -1)[:, first : first + count]
         else:
             logits = target_logits(self._target, hidden.flatten(0, 1)).view(len(texts), count, -1)
-        logits = logits * options.logit_scale
+        if options.logit_scale != 1:
+            logits = logits * options.logit_scale
         if options.softcap:
             logits = torch.tanh(logits / options.softcap) * options.softcap
         return logits, hidden
