@@ -346,28 +346,43 @@ void block(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
   });
 }
 
-// The same for all rows, by tiles.
-template <typename T>
-void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
-  i16v sum[tile_rows][2];
-  for (int64_t row = 0; row < rows; row += tile_rows) {
-    int64_t count = std::min(rows - row, tile_rows);
-    products(count == tile_rows, x.at(row, 0), x.in, (const int8_t*)w.data + first * x.in, sum);
-    finish(w, x, row, count, sum, y, first);
+// Sums of all rows, (rows, in) of `in` bytes each, and a block's channels by tiles: calls done(first row, rows, sums). The last group of 16
+// rows reaches back into the one before.
+template <typename S, typename X, typename W, typename F>
+inline void through_tiles(const X* x, int64_t rows, int64_t in, const W* w, F done) {
+  const int64_t stride = in / sizeof(X);
+  S sum[2][tile_rows][2];
+  if (rows < tile_rows) {
+    products(false, x, in, w, sum[0]);
+    return done(0, rows, sum[0]);
+  }
+  for (int64_t row = 0; row < rows; row += 2 * tile_rows) {
+    const int64_t first = std::min(row, rows - tile_rows), other = std::min(row + tile_rows, rows - tile_rows);
+    if (other <= row) {
+      products(true, x + first * stride, in, w, sum[0]);
+    } else {
+      pair_products(x + first * stride, x + other * stride, in, w, sum);
+      done(other, tile_rows, sum[1]);
+    }
+    done(first, tile_rows, sum[0]);
   }
 }
 
+template <typename T>
+void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
+  through_tiles<i16v>(x.at(0, 0), rows, x.in, (const int8_t*)w.data + first * x.in, [&](int64_t row, int64_t count, const i16v(*sum)[2]) {
+    finish(w, x, row, count, sum, y, first);
+  });
+}
+
 inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y, int64_t first) {
-  f16v sum[tile_rows][2];
-  for (int64_t row = 0; row < rows; row += tile_rows) {
-    int64_t count = std::min(rows - row, tile_rows);
-    products(count == tile_rows, x + row * w.in, 2 * w.in, (const bf16*)w.data + first * w.in, sum);
+  through_tiles<f16v>(x, rows, 2 * w.in, (const bf16*)w.data + first * w.in, [&](int64_t row, int64_t count, const f16v(*sum)[2]) {
     for (int c = 0; c < 2; ++c) {
       int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
       f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
       for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
     }
-  }
+  });
 }
 
 // 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.

@@ -62,10 +62,10 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   std::atomic<int64_t> next = 0;
   parallel_for(0, all, grain, [&](int64_t, int64_t) {
     std::optional<Tiles> tiles;  // blocks of GGUF files have others
-    if (tiled && !in_groups) tiles.emplace(rows);
+    if (tiled && !in_groups) tiles.emplace(std::min(rows, tile_rows));
     auto by_tiles = [&](const Weight& w, const auto& given, auto* y, int64_t first) {
       std::optional<Tiles> own;
-      if (in_groups) own.emplace(rows);
+      if (in_groups) own.emplace(std::min(rows, tile_rows));
       block_of_tiles(w, given, rows, y, first);
     };
     int64_t t = 0, end = 0;

@@ -35,8 +35,8 @@ bool tiles_wanted = true;
 // gcc does not know what loads of tiles read: what was written before must be in memory by then.
 inline void written() { asm volatile("" ::: "memory"); }
 
-// The tiles of a thread while this lives: 0 and 1 are for the sums of 16 rows, 2 for these rows, 3 and 4 for weights, 5, 6 and 7 for
-// the sums and rows of the last group, where that has fewer.
+// The tiles of a thread while this lives: 0 and 1 are for the sums of 16 rows, 2 for these rows, 3 and 4 for weights; 5, 6 and 7 for
+// the sums and rows of another group: the last one, where that has fewer rows.
 struct Tiles {
   explicit Tiles(int64_t rows) {
     struct {
@@ -45,7 +45,7 @@ struct Tiles {
       uint8_t rows[16] = {};
     } shape;
     const uint8_t rest = rows % tile_rows;
-    for (int tile = 0; tile < (rest ? 8 : 5); ++tile) shape.bytes[tile] = tile_bytes, shape.rows[tile] = tile < 5 ? tile_rows : rest;
+    for (int tile = 0; tile < 8; ++tile) shape.bytes[tile] = tile_bytes, shape.rows[tile] = tile < 5 || !rest ? tile_rows : rest;
     asm volatile("" ::"r"(&shape) : "memory");
     _tile_loadconfig(&shape);
   }
@@ -89,6 +89,44 @@ inline void products(bool whole, const bf16* rows, int64_t in, const bf16* weigh
 }
 
 #undef PRODUCTS
+
+// Two groups of 16 rows at once: weights are read once for both, and while a product waits for the one before in its sum, others run. Tiles
+// of 16 rows.
+#define PAIR_PRODUCTS(product)                        \
+  written();                                          \
+  _tile_zero(0);                                      \
+  _tile_zero(1);                                      \
+  _tile_zero(5);                                      \
+  _tile_zero(6);                                      \
+  for (int64_t k = 0; k < in; k += tile_bytes) {      \
+    _tile_loadd(3, w, 2 * tile_bytes);                \
+    _tile_loadd(2, x + k, in);                        \
+    product(0, 2, 3);                                 \
+    _tile_loadd(4, w + tile_bytes, 2 * tile_bytes);   \
+    product(1, 2, 4);                                 \
+    _tile_loadd(7, other + k, in);                    \
+    product(5, 7, 3);                                 \
+    product(6, 7, 4);                                 \
+    w += 2 * tile_rows * tile_bytes;                  \
+  }                                                   \
+  _tile_stored(0, sums, 2 * tile_bytes);              \
+  _tile_stored(1, sums + tile_bytes, 2 * tile_bytes); \
+  sums += 2 * tile_rows * tile_bytes;                 \
+  _tile_stored(5, sums, 2 * tile_bytes);              \
+  _tile_stored(6, sums + tile_bytes, 2 * tile_bytes)
+
+inline void pair_products(const uint8_t* x, const uint8_t* other, int64_t in, const int8_t* w, i16v sum[2][tile_rows][2]) {
+  char* sums = (char*)sum;
+  PAIR_PRODUCTS(_tile_dpbusd);
+}
+
+inline void pair_products(const bf16* rows, const bf16* others, int64_t in, const bf16* weights, f16v sum[2][tile_rows][2]) {
+  const char *x = (const char*)rows, *other = (const char*)others, *w = (const char*)weights;
+  char* sums = (char*)sum;
+  PAIR_PRODUCTS(_tile_dpbf16ps);
+}
+
+#undef PAIR_PRODUCTS
 
 // Rows of `lanes` pairs against 16 keys, turned: to[r * stride + t] is row r times key t.
 #define SCORES(sum, some)                              \
@@ -164,6 +202,8 @@ struct Tiles {
 };
 template <typename X, typename W, typename S>
 inline void products(bool, const X*, int64_t, const W*, S (*)[2]) {}
+template <typename X, typename W, typename S>
+inline void pair_products(const X*, const X*, int64_t, const W*, S (*)[tile_rows][2]) {}
 inline void scores(bool, const int32_t*, int64_t, const int32_t*, float*, int64_t) {}
 
 #endif
