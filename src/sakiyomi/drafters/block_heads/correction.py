@@ -63,38 +63,31 @@ class Corrections:
         """
         behind: dict[int, Tensor] = {}  # states of a recurrent head behind each place
         blank = hidden.new_zeros(self.rank)
-        here = self._mix.of_hidden(hidden) if self._mix is not None else None
-        sure = self._confidence.of_hidden(hidden) if self._confidence is not None else None
+        mix = None if self._mix is None else self._mix.over(hidden)
+        sure = None if self._confidence is None else self._confidence.over(hidden)
+
+        def mixed(level: int, places: Sequence[int], embedded: Tensor, parents: Sequence[int]) -> Tensor:
+            if mix is None:
+                return embedded
+            if self.kind == "gated":
+                return torch.sigmoid(mix(level, embedded)) * embedded
+            states = torch.stack([blank if place < 0 else behind[parents[place]] for place in places])
+            gate, fresh, found = mix(level, torch.cat([states, embedded], -1)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            behind.update(zip(places, gate * states + (1 - gate) * torch.tanh(fresh), strict=True))
+            return torch.tanh(found)
 
         def slot(
             level: int, places: Sequence[int], tokens: Tensor, parents: Sequence[int]
         ) -> tuple[Tensor, list[float] | None]:
-            found, embedded = logits[level].expand(len(places), -1), None
+            found, embedded = logits[level].expand(len(places), -1), hidden.new_zeros(len(places), 0)
             if self._before is not None and self._after is not None:
-                mixed = embedded = self._before[tokens]
-                if self._mix is not None and here is not None and self.kind == "gated":
-                    mixed = torch.sigmoid(self._mix.add(here[level], embedded)) * embedded
-                elif self._mix is not None and here is not None:
-                    states = torch.stack([blank if place < 0 else behind[parents[place]] for place in places])
-                    mixed, fresh = self._recurrent(here[level], states, embedded)
-                    behind.update(zip(places, fresh, strict=True))
-                found = torch.addmm(logits[level], mixed, self._after.T)
-            if sure is None or self._confidence is None:
-                return found, None
-            rated = sure[level].expand(len(places), -1)
-            if embedded is not None and self._confidence.others.numel():
-                rated = self._confidence.add(sure[level], embedded)
-            chances: list[float] = torch.sigmoid(rated.float())[:, 0].tolist()
+                embedded = self._before[tokens]
+                found = torch.addmm(logits[level], mixed(level, places, embedded, parents), self._after.T)
+            chances = None if sure is None else torch.sigmoid(sure(level, embedded).float())[:, 0].tolist()
             return found, chances
 
         return slot
-
-    def _recurrent(self, here: Tensor, states: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """What a recurrent head gives, and its next states, (n, rank) each."""
-        assert self._mix is not None
-        gate, fresh, mixed = self._mix.add(here, torch.cat([states, embedded], -1)).chunk(3, -1)
-        gate = torch.sigmoid(gate)
-        return torch.tanh(mixed), gate * states + (1 - gate) * torch.tanh(fresh)
 
 
 class _Split(NamedTuple):
@@ -117,13 +110,10 @@ class _Split(NamedTuple):
         others = slice(width, None) if first else slice(weight.shape[1] - width)
         return cls(weight[:, hidden].contiguous(), weight[:, others].contiguous(), bias)
 
-    def of_hidden(self, hidden: Tensor) -> Tensor:
-        """(slots, hidden) to (slots, out), with the bias."""
-        return F.linear(hidden, self.hidden, self.bias)
-
-    def add(self, here: Tensor, others: Tensor) -> Tensor:
-        """The layer's output: of the hidden state (out,), and of several (n, in) of the others."""
-        return torch.addmm(here, others, self.others.T)
+    def over(self, hidden: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """The layer over (slots, hidden): from a slot and (n, in or more) of the others to (n, out)."""
+        known, width = F.linear(hidden, self.hidden, self.bias), self.others.shape[1]
+        return lambda slot, others: torch.addmm(known[slot], others[:, :width], self.others.T)
 
 
 class Selector:

@@ -33,6 +33,11 @@ class Written(NamedTuple):
     column: int
     states: Tensor
 
+    @property
+    def columns(self) -> slice:
+        """Of all of them."""
+        return slice(self.column, self.column + len(self.states))
+
 
 class BlockRunner(Beside):
     """Writes keys and values of the text, and guesses blocks of tokens.
@@ -89,36 +94,31 @@ class BlockRunner(Beside):
             parts: whose slots have room for them.
         """
         model, shape = self.model, self.model.cache.shapes[0]
-        both = torch.cat([part.states for part in parts]) if len(parts) > 1 else parts[0].states
-        count, counts = len(both), [len(part.states) for part in parts]
+        both, counts = torch.cat([part.states for part in parts]), [len(part.states) for part in parts]
+        count = len(both)
         with self._timed(), self._running(count):
             features = self._rms(self._project(both.to(model.dtype)), self._norm)
             pairs = self._to_pairs(features).view(count, -1, 2, shape.heads, shape.key_dim)
             keys = self._rms(pairs[:, :, 0], self._key_norms[:, None])
             low, high = keys.chunk(2, -1)
-            cos, sin = self._turns(parts, counts, features)
+            cos, sin = self._turns(parts, features)
             keys = keys * cos + torch.cat([-high, low], -1) * sin
             fresh: list[Tensor] = []
             places: list[Tensor] = []
             for store, made in ((model.cache.keys, keys), (model.cache.values, pairs[:, :, 1])):
                 for part, own in zip(parts, made.split(counts), strict=True):
                     fresh += own.permute(1, 2, 0, 3).unbind()
-                    columns = slice(part.column, part.column + len(part.states))
-                    places += [store[layer][part.slot][:, columns] for layer in range(made.shape[1])]
+                    places += [store[layer][part.slot][:, part.columns] for layer in range(made.shape[1])]
             torch._foreach_copy_(places, fresh)
 
-    def _turns(self, parts: Sequence[Written], counts: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+    def _turns(self, parts: Sequence[Written], like: Tensor) -> list[Tensor]:
         """Cosines and sines of the positions of these parts, (tokens, 1, 1, key_dim)."""
-        length = max([part.column + count for part, count in zip(parts, counts, strict=True)])
+        length = max([part.columns.stop for part in parts])
         if self._angles is None or len(self._angles[0]) < length:
             positions = torch.arange(2 * length, device=like.device)[None]
             cos, sin = (part[0, :, None, None] for part in self.model.module.model.rotary_emb(like, positions))
             self._angles = cos, sin
-        cos, sin = (
-            [table[part.column : part.column + count] for part, count in zip(parts, counts, strict=True)]
-            for table in self._angles
-        )
-        return (cos[0], sin[0]) if len(parts) == 1 else (torch.cat(cos), torch.cat(sin))
+        return [torch.cat([table[part.columns] for part in parts]) for table in self._angles]
 
     def _rms(self, states: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of the last dimension."""
