@@ -41,13 +41,17 @@ class Mortals:
 
     Args:
         servers: by name.
+
+    Attributes:
+        deaths: parts of each reply that is not given whole; "end", "choice": those before the stream's end, or up to
+            the end of a choice.
     """
 
     dead, busy = (Dead,), (BlockingIOError,)
 
     def __init__(self, servers: dict[str, InProcessServer]) -> None:
         self.servers = servers
-        self.deaths: list[int] = []
+        self.deaths: list[int | str] = []
         self.asked: list[str] = []
         self.fixed: int | None = None
         self.spoils = False
@@ -63,10 +67,13 @@ class Mortals:
             asked.relay.given[0] = first._replace(tokens=tuple(token ^ 1 for token in first.tokens))
         async with aclosing(self.servers[name].events(asked)) as parts:
             async for part in parts:
-                if after == 0:
+                if after == 0 or (after == "end" and any(sent.choice < 0 for sent in part.sent)):
                     raise Dead
-                after -= 1
                 yield part
+                if isinstance(after, int):
+                    after -= 1
+                elif after == "choice" and any(sent.over for sent in part.sent):
+                    raise Dead
         if after == 0:
             raise Dead
 
@@ -125,7 +132,7 @@ def content(data: str) -> dict[Any, list[Any]]:
             found.setdefault("text", [""])[0] += one["delta"]
         if one.get("type") == "content_block_delta":
             found.setdefault("text", [""])[0] += one["delta"].get("text", "") + one["delta"].get("partial_json", "")
-        if one.get("type", "").endswith((".done", ".completed", "stop")):
+        if one.get("type", "").endswith((".done", ".completed", ".incomplete", "stop", "message_delta")):
             found["ends"].append(one)
     numbers = [one["sequence_number"] for one in said(data) if "sequence_number" in one]
     assert numbers == list(range(len(numbers)))
@@ -140,7 +147,7 @@ def content(data: str) -> dict[Any, list[Any]]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", BODIES)
 def test_streams_outlive_their_servers(path: str, llms: list[Any]) -> None:
-    """Two deaths a stream, at random events: text, calls, log probabilities, ids and sequence numbers go on."""
+    """Two deaths a stream, anywhere and at ends: text, calls, log probabilities, ids and sequence numbers go on."""
     body = BODIES[path] | {"stream": True}
     draws = random.Random(path)
 
@@ -149,8 +156,9 @@ def test_streams_outlive_their_servers(path: str, llms: list[Any]) -> None:
         (right,) = await posted(replicas, [(path, body)])
         assert right.status_code == 200 and len(right.text) > 200, right.text
         found = []
-        for _ in range(6):
-            replicas.deaths = [draws.randrange(0, 14), draws.randrange(0, 10)]
+        anywhere = [[draws.randrange(0, 14), draws.randrange(0, 10)] for _ in range(6)]
+        for deaths in [*anywhere, ["end", "end"], ["choice", "choice"], [3, "end"]]:
+            replicas.deaths = [*deaths]
             (reply,) = await posted(replicas, [(path, body)])
             found.append(reply.text)
         assert len(replicas.asked) > 8, "servers died"

@@ -255,7 +255,7 @@ class Server:
             if happened.step.error is not None:
                 raise happened.step.error
             if (rest := replay.rest(happened)) is not None:
-                yield piece(rest, True)
+                yield piece(*rest)
 
     async def _pieces(self, call: Call, relay: Relay) -> list[Piece]:
         pieces = [Piece(job.index) for job in call.jobs]

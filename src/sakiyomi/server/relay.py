@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sakiyomi.core.errors import DivergedError
-from sakiyomi.core.outputs import FinishReason, Step, TokenTrace
+from sakiyomi.core.outputs import Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.engine.request import GIVEN
 from sakiyomi.server.jobs import Event, Job
@@ -81,6 +81,8 @@ class Relay:
 class Replay:
     """The part of a reply that a client has, and what the engine's steps add to it.
 
+    Only the engine knows why a choice ended, so the last event of a choice is made from its steps again.
+
     Args:
         jobs: choices of the reply.
         given: what the client has.
@@ -88,38 +90,41 @@ class Replay:
     """
 
     def __init__(self, jobs: Sequence[Job], given: Sequence[Sent], tokenizer: Any) -> None:
-        self._jobs, self._given = jobs, given
+        self._jobs, self._known = jobs, [sent for sent in given if not sent.over]
         self._texts = [TextStream(tokenizer, job.params.stop, before=job.prompt) for job in jobs]
-        self._left = [len(job.given) for job in jobs]
-        self._coming = ["" for _ in jobs]
-        self._over = {sent.choice for sent in given if sent.over}
+        self._ended = {sent.choice for sent in given if sent.over}
+        self._coming = {job.index: Step("") for job in jobs if job.given or job.index in self._ended}
 
     def events(self) -> Iterator[Event]:
-        """Events for the part that the client has."""
-        for choice, tokens, over in self._given:
-            text = self._texts[choice].push(tokens)[0]
+        """Events for the part that the client has, without the last ones of choices that ended in it."""
+        for choice, tokens, _ in self._known:
             trace = tuple(TokenTrace(token, GIVEN) for token in tokens)
-            reason: FinishReason | None = "stop" if over else None
-            yield Event(self._jobs[choice], Step(text, tokens, trace, reason))
+            yield Event(self._jobs[choice], Step(self._texts[choice].push(tokens)[0], tokens, trace))
 
-    def rest(self, event: Event) -> Event | None:
-        """The part of an event that the client does not have; None: it has all of it.
+    def rest(self, event: Event) -> tuple[Event, bool] | None:
+        """The part of an event that ``events`` did not have.
+
+        Returns:
+            It, and whether the client does not have it yet; None: nothing is left of it.
 
         Raises:
             DivergedError: the text differs from what the client has.
         """
         choice, step = event.job.index, event.step
-        if choice in self._over or not self._left[choice] or step.error is not None:
-            return None if choice in self._over and step.error is None else event
-        had = min(self._left[choice], len(step.token_ids))
-        self._left[choice] -= had
-        self._coming[choice] += step.text
-        if self._left[choice]:
-            if step.finish_reason is not None:
-                raise DivergedError("the text ends before what was given of it does")
+        if choice not in self._coming or step.error is not None:
+            return event, True
+        before = self._coming[choice]
+        tokens, text = before.token_ids + step.token_ids, before.text + step.text
+        step = self._coming[choice] = replace(step, text=text, token_ids=tokens, trace=before.trace + step.trace)
+        known = sum(len(sent.tokens) for sent in self._known if sent.choice == choice)
+        if event.over and len(tokens) < known:
+            raise DivergedError("the text ends before what was given of it does")
+        if not event.over and (len(tokens) < known or choice in self._ended):
             return None
-        text, begun = self._coming[choice], self._texts[choice].text
+        begun = self._texts[choice].text
         if not text.startswith(begun):
             raise DivergedError(f"the text begins with {text[:80]!r}, and what was given of it with {begun[:80]!r}")
-        kept = replace(step, text=text[len(begun) :], token_ids=step.token_ids[had:], trace=step.trace[had:])
-        return replace(event, step=kept) if kept.token_ids or kept.text or event.over else None
+        del self._coming[choice]
+        kept = replace(step, text=text[len(begun) :], token_ids=tokens[known:], trace=step.trace[known:])
+        fresh = choice not in self._ended
+        return (replace(event, step=kept), fresh) if kept.token_ids or kept.text or event.over else None
