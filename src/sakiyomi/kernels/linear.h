@@ -313,23 +313,34 @@ struct Bytes {
   const RowByte* at(int64_t row, int64_t k) const { return data.data() + row * in + k; }
 };
 
-// Sums of products of bytes as numbers.
+// Sums of products of bytes as numbers, of a block's channels.
 template <typename T>
-inline void finish(const Weight& w, const Bytes& x, int64_t row, int64_t rows, const i16v sum[][2], T* y, int64_t first) {
-  for (int c = 0; c < 2; ++c) {
-    int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
-    f16v scale = some<f16v>(w.scale + at, n), bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-    i16v much = row_offset * some<i16v>(w.sum + at, n);
-    for (int64_t r = 0; r < rows; ++r) {
-      f16v product = float_of(sum[r][c] - much);
-      put(y + (row + r) * w.out + at, product * (scale * x.scale[row + r]) + bias, n);
+struct Finish {
+  T* y;  // of the first channel
+  const float* scales;  // of rows
+  int64_t out, n;
+  f16v scale[2], bias[2];
+  i16v much[2];
+
+  Finish(const Weight& w, const Bytes& x, T* y, int64_t first)
+      : y(y + first), scales(x.scale.data()), out(w.out), n(std::min(block_width, w.out - first)) {
+    for (int c = 0; c < 2; ++c) {
+      const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+      scale[c] = some<f16v>(w.scale + at, n), bias[c] = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+      much[c] = row_offset * some<i16v>(w.sum + at, n);
     }
   }
-}
+
+  void operator()(int64_t row, const i16v sum[2]) const {
+    auto number = [&](int c) { return float_of(sum[c] - much[c]) * (scale[c] * scales[row]) + bias[c]; };
+    put_block(y + row * out, number(0), number(1), n);
+  }
+};
 
 template <typename T>
 void block(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
   const int8_t* data = (const int8_t*)w.data + first * x.in;
+  const Finish<T> finish(w, x, y, first);
   in_strips<rows_at_once>(panel, [&](int64_t row, int64_t count, bool many) {
     i16v sum[strip_rows][2];
     std::memset(sum, 0, count * sizeof(sum[0]));
@@ -342,47 +353,72 @@ void block(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
       else if (many) through_piece<rows_of_bytes>(count, piece + length * block_width, length * block_width, length / 4, some);
       else in_lines<rows_at_once>(count, [&](auto R, int64_t r) { some(R, r, Nearby<R()>{piece, 4 * block_width}); });
     }
-    finish(w, x, row, count, sum, y, first);
+    for (int64_t r = 0; r < count; ++r) finish(row + r, sum[r]);
   });
 }
 
-// Sums of all rows, (rows, in) of `in` bytes each, and a block's channels by tiles: calls done(first row, rows, sums). The last group of 16
-// rows reaches back into the one before.
-template <typename S, typename X, typename W, typename F>
-inline void through_tiles(const X* x, int64_t rows, int64_t in, const W* w, F done) {
-  const int64_t stride = in / sizeof(X);
-  S sum[2][tile_rows][2];
-  if (rows < tile_rows) {
-    products(false, x, in, w, sum[0]);
-    return done(0, rows, sum[0]);
+// Sums of rows that are still to be written, by write(row, sums of it).
+template <typename S, typename F>
+struct Unwritten {
+  F write;
+  const S (*sum)[2];
+  int64_t row, left;
+
+  ALWAYS_INLINE void operator()(int64_t count) {
+    for (; count && left; --count, --left, ++row, ++sum) write(row, *sum);
   }
-  for (int64_t row = 0; row < rows; row += 2 * tile_rows) {
-    const int64_t first = std::min(row, rows - tile_rows), other = std::min(row + tile_rows, rows - tile_rows);
-    if (other <= row) {
-      products(true, x + first * stride, in, w, sum[0]);
-    } else {
-      pair_products(x + first * stride, x + other * stride, in, w, sum);
-      done(other, tile_rows, sum[1]);
-    }
-    done(first, tile_rows, sum[0]);
+};
+
+// Sums of all rows, (rows, in) of `in` bytes each, and a block's channels by tiles. The last group of 16 rows reaches back into the one
+// before. Sums of two groups are written while the next two are multiplied.
+template <typename S, typename X, typename W, typename F>
+inline void through_tiles(const X* x, int64_t rows, int64_t in, const W* w, F write) {
+  constexpr int64_t pair = 2 * tile_rows;
+  const int64_t stride = in / sizeof(X), at_once = (pair * tile_bytes + in - 1) / in;
+  S sums[2][3][tile_rows][2];  // the third of each is not used: places 4096 bytes apart would hold up one another
+  Unwritten<S, F> before{write, nullptr, 0, 0};
+  int64_t row = 0;
+  for (int64_t turn = 0; row + pair <= rows; row += pair, turn = !turn) {
+    const X* from = x + row * stride;
+    before = pair_products(from, from + tile_rows * stride, in, w, sums[turn], at_once, before);
+    before.sum = sums[turn][0], before.row = row, before.left = pair;
+  }
+  before(pair);
+  if (rows - row > tile_rows) {
+    pair_products(x + row * stride, x + (rows - tile_rows) * stride, in, w, sums[0], 0, before);
+    Unwritten<S, F>{write, sums[0][0], row, tile_rows}(tile_rows);
+    row = rows - tile_rows;
+    Unwritten<S, F>{write, sums[0][1], row, tile_rows}(tile_rows);
+  } else if (rows > row) {
+    row = std::max<int64_t>(0, rows - tile_rows);
+    products(rows >= tile_rows, x + row * stride, in, w, sums[0][0]);
+    Unwritten<S, F>{write, sums[0][0], row, rows - row}(tile_rows);
   }
 }
 
 template <typename T>
 void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
-  through_tiles<i16v>(x.at(0, 0), rows, x.in, (const int8_t*)w.data + first * x.in, [&](int64_t row, int64_t count, const i16v(*sum)[2]) {
-    finish(w, x, row, count, sum, y, first);
-  });
+  through_tiles<i16v>(x.at(0, 0), rows, x.in, (const int8_t*)w.data + first * x.in, Finish<T>(w, x, y, first));
 }
 
-inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y, int64_t first) {
-  through_tiles<f16v>(x, rows, 2 * w.in, (const bf16*)w.data + first * w.in, [&](int64_t row, int64_t count, const f16v(*sum)[2]) {
+// Sums of numbers of bf16, of a block's channels.
+struct FinishPairs {
+  bf16* y;  // of the first channel
+  int64_t out, n;
+  f16v bias[2];
+
+  FinishPairs(const Weight& w, bf16* y, int64_t first) : y(y + first), out(w.out), n(std::min(block_width, w.out - first)) {
     for (int c = 0; c < 2; ++c) {
-      int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
-      f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
+      const int64_t at = first + 16 * c;
+      bias[c] = some<f16v>(w.bias ? w.bias + at : nullptr, std::clamp<int64_t>(out - at, 0, 16));
     }
-  });
+  }
+
+  void operator()(int64_t row, const f16v sum[2]) const { put_block(y + row * out, sum[0] + bias[0], sum[1] + bias[1], n); }
+};
+
+inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y, int64_t first) {
+  through_tiles<f16v>(x, rows, 2 * w.in, (const bf16*)w.data + first * w.in, FinishPairs(w, y, first));
 }
 
 // 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.

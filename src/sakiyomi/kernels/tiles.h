@@ -91,42 +91,39 @@ inline void products(bool whole, const bf16* rows, int64_t in, const bf16* weigh
 #undef PRODUCTS
 
 // Two groups of 16 rows at once: weights are read once for both, and while a product waits for the one before in its sum, others run. Tiles
-// of 16 rows.
-#define PAIR_PRODUCTS(product)                        \
-  written();                                          \
-  _tile_zero(0);                                      \
-  _tile_zero(1);                                      \
-  _tile_zero(5);                                      \
-  _tile_zero(6);                                      \
-  for (int64_t k = 0; k < in; k += tile_bytes) {      \
-    _tile_loadd(3, w, 2 * tile_bytes);                \
-    _tile_loadd(2, x + k, in);                        \
-    product(0, 2, 3);                                 \
-    _tile_loadd(4, w + tile_bytes, 2 * tile_bytes);   \
-    product(1, 2, 4);                                 \
-    _tile_loadd(7, other + k, in);                    \
-    product(5, 7, 3);                                 \
-    product(6, 7, 4);                                 \
-    w += 2 * tile_rows * tile_bytes;                  \
-  }                                                   \
-  _tile_stored(0, sums, 2 * tile_bytes);              \
-  _tile_stored(1, sums + tile_bytes, 2 * tile_bytes); \
-  sums += 2 * tile_rows * tile_bytes;                 \
-  _tile_stored(5, sums, 2 * tile_bytes);              \
-  _tile_stored(6, sums + tile_bytes, 2 * tile_bytes)
-
-inline void pair_products(const uint8_t* x, const uint8_t* other, int64_t in, const int8_t* w, i16v sum[2][tile_rows][2]) {
-  char* sums = (char*)sum;
-  PAIR_PRODUCTS(_tile_dpbusd);
-}
-
-inline void pair_products(const bf16* rows, const bf16* others, int64_t in, const bf16* weights, f16v sum[2][tile_rows][2]) {
+// of 16 rows. meanwhile(count) is called for each product's inputs: what it does takes no time that the products do not take anyway.
+template <typename X, typename W, typename S, typename F>
+ALWAYS_INLINE F pair_products(const X* rows, const X* others, int64_t in, const W* weights, S sum[2][tile_rows][2], int64_t count, F meanwhile) {
   const char *x = (const char*)rows, *other = (const char*)others, *w = (const char*)weights;
   char* sums = (char*)sum;
-  PAIR_PRODUCTS(_tile_dpbf16ps);
+#define PRODUCT(sum, some, weights)                                                   \
+  if constexpr (sizeof(X) == 1) _tile_dpbusd(sum, some, weights);                     \
+  else _tile_dpbf16ps(sum, some, weights)
+  written();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(5);
+  _tile_zero(6);
+  for (int64_t k = 0; k < in; k += tile_bytes) {
+    _tile_loadd(3, w, 2 * tile_bytes);
+    _tile_loadd(2, x + k, in);
+    PRODUCT(0, 2, 3);
+    _tile_loadd(4, w + tile_bytes, 2 * tile_bytes);
+    PRODUCT(1, 2, 4);
+    _tile_loadd(7, other + k, in);
+    PRODUCT(5, 7, 3);
+    PRODUCT(6, 7, 4);
+    w += 2 * tile_rows * tile_bytes;
+    meanwhile(count);
+  }
+  _tile_stored(0, sums, 2 * tile_bytes);
+  _tile_stored(1, sums + tile_bytes, 2 * tile_bytes);
+  sums += 2 * tile_rows * tile_bytes;
+  _tile_stored(5, sums, 2 * tile_bytes);
+  _tile_stored(6, sums + tile_bytes, 2 * tile_bytes);
+#undef PRODUCT
+  return meanwhile;
 }
-
-#undef PAIR_PRODUCTS
 
 // Rows of `lanes` pairs against 16 keys, turned: to[r * stride + t] is row r times key t.
 #define SCORES(sum, some)                              \
@@ -202,8 +199,10 @@ struct Tiles {
 };
 template <typename X, typename W, typename S>
 inline void products(bool, const X*, int64_t, const W*, S (*)[2]) {}
-template <typename X, typename W, typename S>
-inline void pair_products(const X*, const X*, int64_t, const W*, S (*)[tile_rows][2]) {}
+template <typename X, typename W, typename S, typename F>
+inline F pair_products(const X*, const X*, int64_t, const W*, S (*)[tile_rows][2], int64_t, F meanwhile) {
+  return meanwhile;
+}
 inline void scores(bool, const int32_t*, int64_t, const int32_t*, float*, int64_t) {}
 
 #endif

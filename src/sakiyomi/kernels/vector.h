@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -22,6 +23,8 @@ typedef uint16_t h16v __attribute__((vector_size(32)));
 
 // Sums in an array stay in registers only if gcc unrolls early; later it also stores each of them to memory at every step.
 #define UNROLL _Pragma("GCC unroll 8")
+// For work that runs between instructions of a loop: what it counts has to stay in registers.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 inline float widen(bf16 x) {
   uint32_t bits = uint32_t(x) << 16;
@@ -115,6 +118,16 @@ inline void put(float* y, f16v v, int64_t n) {
 inline void put(bf16* y, f16v v, int64_t n) {
   h16v h = narrow(v);
   n == 16 ? std::memcpy(y, &h, 32) : std::memcpy(y, &h, 2 * n);
+}
+
+// The first n of 32 numbers.
+template <typename T>
+inline void put_block(T* y, f16v low, f16v high, int64_t n) {
+#if defined(__AVX512BF16__)
+  if (std::is_same_v<T, bf16> && n == 32) return (void)_mm512_storeu_si512(y, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#endif
+  put(y, low, std::min<int64_t>(n, 16));
+  if (n > 16) put(y + 16, high, n - 16);
 }
 
 inline float total(f16v x) {  // a fixed tree of additions
