@@ -357,48 +357,60 @@ void block(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
   });
 }
 
-// Sums of rows that are still to be written, by write(row, sums of it).
+// What is done while tiles are multiplied: sums of rows before are written, by write(row, sums of it), and weights that come next are fetched.
 template <typename S, typename F>
-struct Unwritten {
+struct Meanwhile {
   F write;
-  const S (*sum)[2];
-  int64_t row, left;
+  const char* next;  // weights
+  int64_t lines, count;  // of weights and rows, for each product's inputs
+  const S (*sum)[2] = nullptr;
+  int64_t row = 0, left = 0;
 
-  ALWAYS_INLINE void operator()(int64_t count) {
-    for (; count && left; --count, --left, ++row, ++sum) write(row, *sum);
+  ALWAYS_INLINE void operator()() {
+    for (int64_t i = 0; i < lines; ++i, next += tile_bytes) fetch(next);
+    write_rows(count);
+  }
+
+  ALWAYS_INLINE void write_rows(int64_t most) {
+    for (; most && left; --most, --left, ++row, ++sum) write(row, *sum);
+  }
+
+  void begin(const S (*from)[2], int64_t first, int64_t rows) { sum = from, row = first, left = rows; }
+
+  void all(const S (*from)[2], int64_t first) {
+    begin(from, first, tile_rows);
+    write_rows(tile_rows);
   }
 };
 
 // Sums of all rows, (rows, in) of `in` bytes each, and a block's channels by tiles. The last group of 16 rows reaches back into the one
-// before. Sums of two groups are written while the next two are multiplied.
+// before. `ahead`: the block that this thread reads next, so that it need not wait for memory; or null.
 template <typename S, typename X, typename W, typename F>
-inline void through_tiles(const X* x, int64_t rows, int64_t in, const W* w, F write) {
+inline void through_tiles(const X* x, int64_t rows, int64_t in, const W* w, const char* ahead, F write) {
   constexpr int64_t pair = 2 * tile_rows;
-  const int64_t stride = in / sizeof(X), at_once = (pair * tile_bytes + in - 1) / in;
+  const int64_t stride = in / sizeof(X), pairs = (rows + pair - 1) / pair;
+  Meanwhile<S, F> meanwhile{write, ahead, ahead ? (block_width + pairs - 1) / pairs : 0, (pair * tile_bytes + in - 1) / in};
   S sums[2][3][tile_rows][2];  // the third of each is not used: places 4096 bytes apart would hold up one another
-  Unwritten<S, F> before{write, nullptr, 0, 0};
   int64_t row = 0;
   for (int64_t turn = 0; row + pair <= rows; row += pair, turn = !turn) {
     const X* from = x + row * stride;
-    before = pair_products(from, from + tile_rows * stride, in, w, sums[turn], at_once, before);
-    before.sum = sums[turn][0], before.row = row, before.left = pair;
+    meanwhile = pair_products(from, from + tile_rows * stride, in, w, sums[turn], meanwhile);
+    meanwhile.begin(sums[turn][0], row, pair);
   }
-  before(pair);
+  meanwhile.write_rows(pair);
+  const int64_t last = std::max<int64_t>(0, rows - tile_rows);
   if (rows - row > tile_rows) {
-    pair_products(x + row * stride, x + (rows - tile_rows) * stride, in, w, sums[0], 0, before);
-    Unwritten<S, F>{write, sums[0][0], row, tile_rows}(tile_rows);
-    row = rows - tile_rows;
-    Unwritten<S, F>{write, sums[0][1], row, tile_rows}(tile_rows);
+    pair_products(x + row * stride, x + last * stride, in, w, sums[0], meanwhile);
+    meanwhile.all(sums[0][0], row), meanwhile.all(sums[0][1], last);
   } else if (rows > row) {
-    row = std::max<int64_t>(0, rows - tile_rows);
-    products(rows >= tile_rows, x + row * stride, in, w, sums[0][0]);
-    Unwritten<S, F>{write, sums[0][0], row, rows - row}(tile_rows);
+    products(rows >= tile_rows, x + last * stride, in, w, sums[0][0], meanwhile);
+    meanwhile.begin(sums[0][0], last, rows - last), meanwhile.write_rows(tile_rows);
   }
 }
 
 template <typename T>
-void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
-  through_tiles<i16v>(x.at(0, 0), rows, x.in, (const int8_t*)w.data + first * x.in, Finish<T>(w, x, y, first));
+void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first, const char* ahead) {
+  through_tiles<i16v>(x.at(0, 0), rows, x.in, (const int8_t*)w.data + first * x.in, ahead, Finish<T>(w, x, y, first));
 }
 
 // Sums of numbers of bf16, of a block's channels.
@@ -417,8 +429,8 @@ struct FinishPairs {
   void operator()(int64_t row, const f16v sum[2]) const { put_block(y + row * out, sum[0] + bias[0], sum[1] + bias[1], n); }
 };
 
-inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y, int64_t first) {
-  through_tiles<f16v>(x, rows, 2 * w.in, (const bf16*)w.data + first * w.in, FinishPairs(w, y, first));
+inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y, int64_t first, const char* ahead) {
+  through_tiles<f16v>(x, rows, 2 * w.in, (const bf16*)w.data + first * w.in, ahead, FinishPairs(w, y, first));
 }
 
 // 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.

@@ -52,53 +52,50 @@ struct Tiles {
   ~Tiles() { _tile_release(); }
 };
 
-// A macro, because numbers of tiles are part of an instruction.
-#define PRODUCTS(product, left, right, some)          \
-  written();                                          \
+// What is done for each product's inputs, while products run: nothing. What they wait for anyway takes no time of its own.
+struct NothingElse {
+  ALWAYS_INLINE void operator()() {}
+};
+
+// Macros, because numbers of tiles are part of an instruction.
+#define PRODUCT(sum, some, weights)                                   \
+  if constexpr (sizeof(X) == 1) _tile_dpbusd(sum, some, weights);     \
+  else _tile_dpbf16ps(sum, some, weights)
+#define PRODUCTS(left, right, some)                   \
   _tile_zero(left);                                   \
   _tile_zero(right);                                  \
   for (int64_t k = 0; k < in; k += tile_bytes) {      \
     _tile_loadd(3, w, 2 * tile_bytes);                \
     _tile_loadd(4, w + tile_bytes, 2 * tile_bytes);   \
     _tile_loadd(some, x + k, in);                     \
-    product(left, some, 3);                           \
-    product(right, some, 4);                          \
+    PRODUCT(left, some, 3);                           \
+    PRODUCT(right, some, 4);                          \
     w += 2 * tile_rows * tile_bytes;                  \
+    meanwhile();                                      \
   }                                                   \
   _tile_stored(left, sums, 2 * tile_bytes);           \
   _tile_stored(right, sums + tile_bytes, 2 * tile_bytes)
 
 // Rows of `in` bytes, one behind the other, times a block of 32 channels: 16 rows if `whole`, else those of the last group.
-inline void products(bool whole, const uint8_t* x, int64_t in, const int8_t* w, i16v sum[tile_rows][2]) {
-  char* sums = (char*)sum;
-  if (whole) {
-    PRODUCTS(_tile_dpbusd, 0, 1, 2);
-  } else {
-    PRODUCTS(_tile_dpbusd, 5, 6, 7);
-  }
-}
-
-inline void products(bool whole, const bf16* rows, int64_t in, const bf16* weights, f16v sum[tile_rows][2]) {
+template <typename X, typename W, typename S, typename F = NothingElse>
+ALWAYS_INLINE F products(bool whole, const X* rows, int64_t in, const W* weights, S sum[tile_rows][2], F meanwhile = {}) {
   const char *x = (const char*)rows, *w = (const char*)weights;
   char* sums = (char*)sum;
+  written();
   if (whole) {
-    PRODUCTS(_tile_dpbf16ps, 0, 1, 2);
+    PRODUCTS(0, 1, 2);
   } else {
-    PRODUCTS(_tile_dpbf16ps, 5, 6, 7);
+    PRODUCTS(5, 6, 7);
   }
+  return meanwhile;
 }
 
-#undef PRODUCTS
-
 // Two groups of 16 rows at once: weights are read once for both, and while a product waits for the one before in its sum, others run. Tiles
-// of 16 rows. meanwhile(count) is called for each product's inputs: what it does takes no time that the products do not take anyway.
+// of 16 rows.
 template <typename X, typename W, typename S, typename F>
-ALWAYS_INLINE F pair_products(const X* rows, const X* others, int64_t in, const W* weights, S sum[2][tile_rows][2], int64_t count, F meanwhile) {
+ALWAYS_INLINE F pair_products(const X* rows, const X* others, int64_t in, const W* weights, S sum[2][tile_rows][2], F meanwhile) {
   const char *x = (const char*)rows, *other = (const char*)others, *w = (const char*)weights;
   char* sums = (char*)sum;
-#define PRODUCT(sum, some, weights)                                                   \
-  if constexpr (sizeof(X) == 1) _tile_dpbusd(sum, some, weights);                     \
-  else _tile_dpbf16ps(sum, some, weights)
   written();
   _tile_zero(0);
   _tile_zero(1);
@@ -114,16 +111,18 @@ ALWAYS_INLINE F pair_products(const X* rows, const X* others, int64_t in, const 
     PRODUCT(5, 7, 3);
     PRODUCT(6, 7, 4);
     w += 2 * tile_rows * tile_bytes;
-    meanwhile(count);
+    meanwhile();
   }
   _tile_stored(0, sums, 2 * tile_bytes);
   _tile_stored(1, sums + tile_bytes, 2 * tile_bytes);
   sums += 2 * tile_rows * tile_bytes;
   _tile_stored(5, sums, 2 * tile_bytes);
   _tile_stored(6, sums + tile_bytes, 2 * tile_bytes);
-#undef PRODUCT
   return meanwhile;
 }
+
+#undef PRODUCTS
+#undef PRODUCT
 
 // Rows of `lanes` pairs against 16 keys, turned: to[r * stride + t] is row r times key t.
 #define SCORES(sum, some)                              \
@@ -197,10 +196,10 @@ bool tiles_wanted = false;
 struct Tiles {
   explicit Tiles(int64_t) {}
 };
-template <typename X, typename W, typename S>
-inline void products(bool, const X*, int64_t, const W*, S (*)[2]) {}
+template <typename X, typename W, typename S, typename... F>
+inline void products(bool, const X*, int64_t, const W*, S (*)[2], F...) {}
 template <typename X, typename W, typename S, typename F>
-inline F pair_products(const X*, const X*, int64_t, const W*, S (*)[tile_rows][2], int64_t, F meanwhile) {
+inline F pair_products(const X*, const X*, int64_t, const W*, S (*)[tile_rows][2], F meanwhile) {
   return meanwhile;
 }
 inline void scores(bool, const int32_t*, int64_t, const int32_t*, float*, int64_t) {}
