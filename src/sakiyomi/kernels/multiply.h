@@ -57,9 +57,11 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   const int64_t together = in_panels ? std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows : std::max<int64_t>(1, rows);
   // Below about 100k multiplications a second thread costs more than it brings.
   const int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * std::min(rows, together)));
-  // Threads take some blocks at a time, so that none waits for one that other work holds up.
-  const int64_t blocks = ends.back(), all = blocks * ((rows + together - 1) / together), share = std::max<int64_t>(grain, blocks / pieces_of_work);
-  std::atomic<int64_t> next = 0, threads = 0;
+  // Threads take some blocks at a time, so that none waits for one that other work holds up. Of those it knows which block is next: tiles
+  // fetch it, and so take more at a time.
+  const int64_t blocks = ends.back(), all = blocks * ((rows + together - 1) / together);
+  const int64_t share = std::max<int64_t>(grain, tiled && !in_groups ? std::min<int64_t>(blocks_ahead, blocks / 6) : blocks / pieces_of_work);
+  std::atomic<int64_t> next = 0;
   auto layer_of = [&](int64_t place) { return std::upper_bound(ends.begin(), ends.end(), place) - ends.begin(); };
   auto channel_of = [&](int64_t place, int64_t i) { return (place - (i ? ends[i - 1] : 0)) * block_width; };
   auto weights_at = [&](int64_t place) -> const char* {  // as tiles read them
@@ -69,14 +71,13 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
     return w.form || w.scales ? nullptr : (const char*)w.data + channel_of(place, i) * (w.scale ? rounded->in : w.in * sizeof(T));
   };
   parallel_for(0, all, grain, [&](int64_t, int64_t) {
-    ++threads;
     int64_t t = 0, end = 0;
     std::optional<Tiles> tiles;  // blocks of GGUF files have others
     if (tiled && !in_groups) tiles.emplace(std::min(rows, tile_rows));
     auto by_tiles = [&](const Weight& w, const auto& given, auto* y, int64_t first) {
       std::optional<Tiles> own;
       if (in_groups) own.emplace(std::min(rows, tile_rows));
-      block_of_tiles(w, given, rows, y, first, weights_at(t + 1 < end ? t + 1 : end + (threads - 1) * share));
+      block_of_tiles(w, given, rows, y, first, t + 1 < end ? weights_at(t + 1) : nullptr);
     };
     for (;; ++t) {
       if (t == end) t = next.fetch_add(share), end = std::min(all, t + share);
