@@ -51,9 +51,11 @@ def built(checkout: Path, variant: str, folder: Path, name: str) -> ctypes.CDLL:
     """The layer of a checkout's headers."""
     source, library = folder / "layer.cpp", folder / f"{name}.so"
     source.write_text(SOURCE, encoding="utf-8")
-    headers = checkout / "src" / "sakiyomi" / "kernels"
-    options = ["-O3", *variants.VARIANTS[variant].options, "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-w"]
-    subprocess.run([str(variants.compiler()), *options, f"-I{headers}", str(source), "-o", str(library)], check=True)
+    headers, compiler = checkout / "src" / "sakiyomi" / "kernels", variants.compiler()
+    if compiler is None or not (headers / "multiply.h").is_file():
+        raise SystemExit("no C++ compiler; set CXX" if compiler is None else f"{checkout} has no kernels of ours")
+    command = [compiler, *variants.options(variant), "-fopenmp", f"-I{headers}", str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
     found = ctypes.CDLL(str(library))
     found.layer.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
     return found
@@ -71,6 +73,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--laps", type=int, default=200)
     args = parser.parse_args()
+    if args.width % 64 or args.inner % 64 or min(args.width, args.inner, args.laps, args.threads, *args.rows or ()) < 1:
+        parser.error("width and inner are multiples of 64; rows, laps and threads are 1 or more")
+    if args.width * args.inner * 4 > MEMORY:
+        parser.error(f"a layer has at most {MEMORY // 4} weights")
     here, same = Path(__file__).parents[1], True
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(MEMORY // 2, generator=generator).mul_(0.05).bfloat16()

@@ -86,11 +86,11 @@ def test_a_variant_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_elsewhere_the_compiler_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert variants.fitting() == variants.NATIVE
-    assert "-mcpu=native" in variants._options(variants.NATIVE)
+    assert "-mcpu=native" in variants.options(variants.NATIVE)
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert variants.fitting() == variants.NATIVE
-    assert "-mcpu=apple-m1" in variants._options(variants.NATIVE)
+    assert "-mcpu=apple-m1" in variants.options(variants.NATIVE)
 
 
 # ---------------------------------------------------------------- a wheel

@@ -378,9 +378,9 @@ struct Meanwhile {
 
   void begin(const S (*from)[2], int64_t first, int64_t rows) { sum = from, row = first, left = rows; }
 
-  void all(const S (*from)[2], int64_t first) {
-    begin(from, first, tile_rows);
-    write_rows(tile_rows);
+  void all(const S (*from)[2], int64_t first, int64_t rows) {
+    begin(from, first, rows);
+    write_rows(rows);
   }
 };
 
@@ -402,10 +402,10 @@ inline void through_tiles(const X* x, int64_t rows, int64_t in, const W* w, cons
   const int64_t last = std::max<int64_t>(0, rows - tile_rows);
   if (rows - row > tile_rows) {
     pair_products(x + row * stride, x + last * stride, in, w, sums[0], meanwhile);
-    meanwhile.all(sums[0][0], row), meanwhile.all(sums[0][1], last);
+    meanwhile.all(sums[0][0], row, tile_rows), meanwhile.all(sums[0][1], last, tile_rows);
   } else if (rows > row) {
     products(rows >= tile_rows, x + last * stride, in, w, sums[0][0], meanwhile);
-    meanwhile.begin(sums[0][0], last, rows - last), meanwhile.write_rows(tile_rows);
+    meanwhile.all(sums[0][0], last, rows - last);
   }
 }
 

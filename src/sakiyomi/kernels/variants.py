@@ -96,7 +96,8 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def _options(variant: str) -> list[str]:
+def options(variant: str) -> list[str]:
+    """What the compiler is given for a variant, but for names of files."""
     if variant in VARIANTS:
         own = VARIANTS[variant].options
     elif sys.platform == "darwin" and platform.machine() == "arm64":
@@ -116,7 +117,7 @@ def sources() -> tuple[str, ...]:
 def stem(variant: str) -> str:
     """The name of a build's file without the digest of its content; it depends on the sources and options."""
     machine = (platform.machine(), *sorted(features())) if variant == NATIVE else ()
-    key = "\0".join((*sources(), *_options(variant), *machine))
+    key = "\0".join((*sources(), *options(variant), *machine))
     return f"cpu-{variant}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -131,7 +132,7 @@ def make(variant: str, cxx: str, fresh: Path) -> Path:
     Raises:
         OSError: the compiler fails, with what it said.
     """
-    command = [cxx, *_options(variant), str(SOURCE), "-o", str(fresh)]
+    command = [cxx, *options(variant), str(SOURCE), "-o", str(fresh)]
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -94,6 +95,9 @@ class Replay:
         self._texts = [TextStream(tokenizer, job.params.stop, before=job.prompt) for job in jobs]
         self._ended = {sent.choice for sent in given if sent.over}
         self._coming = {job.index: Step("") for job in jobs if job.given or job.index in self._ended}
+        self._counts = Counter[int]()  # tokens of what `events` gives, by choice
+        for choice, tokens, _ in self._known:
+            self._counts[choice] += len(tokens)
 
     def events(self) -> Iterator[Event]:
         """Events for the part that the client has, without the last ones of choices that ended in it."""
@@ -116,7 +120,7 @@ class Replay:
         before = self._coming[choice]
         tokens, text = before.token_ids + step.token_ids, before.text + step.text
         step = self._coming[choice] = replace(step, text=text, token_ids=tokens, trace=before.trace + step.trace)
-        known = sum(len(sent.tokens) for sent in self._known if sent.choice == choice)
+        known = self._counts[choice]
         if event.over and len(tokens) < known:
             raise DivergedError("the text ends before what was given of it does")
         if not event.over and (len(tokens) < known or choice in self._ended):
