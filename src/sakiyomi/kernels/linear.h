@@ -25,6 +25,7 @@ constexpr int64_t block_width = 32;   // output channels of a block
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
 constexpr int64_t pieces_of_work = 32;  // of a pass over a layer's weights, which threads share
 constexpr int64_t blocks_ahead = 8;     // that a thread takes at a time where tiles fetch the next one
+constexpr int64_t rows_ahead = 128;     // at most so many rows need that
 constexpr int64_t strip_rows = 48;     // rows of a strip
 // Of many rows so many bytes go through all blocks before the next ones do: they stay in the second-level cache meanwhile. It pays where
 // all of them take some megabytes (900 rows of a prompt gain 4 to 9 %, 300 of 768 numbers lose 2 %).

@@ -58,9 +58,9 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   // Below about 100k multiplications a second thread costs more than it brings.
   const int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * std::min(rows, together)));
   // Threads take some blocks at a time, so that none waits for one that other work holds up. Of those it knows which block is next: tiles
-  // fetch it, and so take more at a time.
+  // fetch it, and so take more at a time, unless rows are so many that weights hardly count.
   const int64_t blocks = ends.back(), all = blocks * ((rows + together - 1) / together);
-  const int64_t share = std::max<int64_t>(grain, tiled && !in_groups ? std::min<int64_t>(blocks_ahead, blocks / 6) : blocks / pieces_of_work);
+  const int64_t share = std::max<int64_t>(grain, tiled && !in_groups && rows <= rows_ahead ? std::min<int64_t>(blocks_ahead, blocks / 6) : blocks / pieces_of_work);
   std::atomic<int64_t> next = 0;
   auto layer_of = [&](int64_t place) { return std::upper_bound(ends.begin(), ends.end(), place) - ends.begin(); };
   auto channel_of = [&](int64_t place, int64_t i) { return (place - (i ? ends[i - 1] : 0)) * block_width; };
