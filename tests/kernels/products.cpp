@@ -27,7 +27,7 @@ void products(const Weight& w) {
 template <typename T>
 void all() {
   constexpr int64_t in = 512, out = 80, padded = 96;
-  std::vector<uint8_t> bytes(in * padded + bytes_ahead);
+  std::vector<uint8_t> bytes(in * padded);
   std::vector<float> scale(padded);
   std::vector<int32_t> sum(padded);
   for (float& each : scale) each = number();
@@ -42,7 +42,7 @@ void all() {
   for (const BlockFormat& form : block_formats) {
     if (!form.scaled()) continue;
     const int64_t blocks = padded / block_width * in / form.length;
-    std::vector<uint8_t> data(blocks * form.size() + bytes_ahead);
+    std::vector<uint8_t> data(blocks * form.size());
     for (uint8_t& each : data) each = uint8_t(next());
     for (int64_t b = 0; b < blocks; ++b)
       for (int64_t t = 0; t < (form.low ? 2 : 1) * block_width; ++t) {

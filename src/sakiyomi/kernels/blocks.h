@@ -180,6 +180,7 @@ inline Eights with_bit(Eights codes, const uint8_t* bits, uint8_t much) {
 template <int bits, bool table = false>
 struct Codes {
   static constexpr int most = table ? 255 : (1 << bits) - 1;
+  static constexpr int64_t tile_size = bits * 128;
   const uint8_t* tile;
   const uint8_t* numbers = nullptr;  // of a table
 
@@ -387,10 +388,9 @@ struct FreshCodes {
   inline Eights operator()(int64_t k, int c) const { return ready_of<most>(codes(k, c)); }
 };
 
-// Calls f(codes, number of rows as a constant, first row): of many rows all with the same ready codes.
+// Calls f(codes made ready, number of rows as a constant, first row) for many rows.
 template <typename C, typename F>
-inline void with_ready(C codes, int64_t count, bool many, F f) {
-  if (!many) return in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { f(FreshCodes<C>{codes}, R, r); });
+inline void with_ready(C codes, int64_t count, F f) {
   Eights ready[tile_length / 4 * native_parts];
   for (int64_t k = 0; k < tile_length / 4; k += 2)
     UNROLL for (int i = 0; i < 2 * native_parts; ++i) ready[k * native_parts + i] = ready_of<C::most>(codes(k + i / native_parts, i % native_parts));
@@ -399,7 +399,8 @@ inline void with_ready(C codes, int64_t count, bool many, F f) {
 
 // What a tile adds to the sums of R rows. `scales`: of the tile's groups; `lows` likewise, or null. `place`: of the tile in the rows.
 template <int R, int group, typename C>
-APART void add_tile(C codes, const GroupedBytes& x, int64_t row, int64_t place, int offset, const float* scales, const float* lows, f16v sums[][2]) {
+ALWAYS_INLINE void add_tile(C codes, const GroupedBytes& x, int64_t row, int64_t place, int offset, const float* scales, const float* lows,
+                            Sums<R, float>& sum) {
   constexpr int groups = tile_length / group, steps = group / 4;
   const int64_t all = x.in / group, first = place * groups;
   const int32_t* starts = x.sums[2 - groups].data() + row * all + first;
@@ -413,13 +414,40 @@ APART void add_tile(C codes, const GroupedBytes& x, int64_t row, int64_t place, 
     UNROLL for (int c = 0; c < native_parts; ++c) {
       const Real scale = load<Real>(scales + h * block_width + c * native_lanes);
       UNROLL for (int r = 0; r < R; ++r) {
-        char* to = (char*)sums[r] + c * native_bytes;
-        Real sum = load<Real>(to) + __builtin_convertvector(part[r][c], Real) * (scale * by[r * (x.in / group_length)]);
-        if (lows) sum += load<Real>(lows + h * block_width + c * native_lanes) * wholes[r * all + h];
-        store(to, sum);
+        sum.of[r][c] += __builtin_convertvector(part[r][c], Real) * (scale * by[r * (x.in / group_length)]);
+        if (lows) sum.of[r][c] += load<Real>(lows + h * block_width + c * native_lanes) * wholes[r * all + h];
       }
     }
   }
+}
+
+// The same, of a tile whose codes are ready for many rows.
+template <int R, int group, typename C>
+APART void add_ready(C codes, const GroupedBytes& x, int64_t row, int64_t place, int offset, const float* scales, const float* lows, f16v sums[][2]) {
+  Sums<R, float> sum(sums);
+  add_tile<R, group>(codes, x, row, place, offset, scales, lows, sum);
+  sum.put(sums);
+}
+
+// What all tiles of a block of output channels add to the sums of R rows.
+template <int R, int group, typename C>
+APART void add_tiles(C codes, const BlockFormat& form, const uint8_t* at, const GroupedBytes& x, int64_t row, f16v sums[][2]) {
+  const int64_t blocks = x.in / form.length, tiles = form.length / tile_length, groups = tile_length / group, header = form.header();
+  const bool low = form.low;
+  const int offset = form.offset;
+  Sums<R, float> sum(sums);
+  for (int64_t b = 0; b < blocks; ++b) {
+    Scales scales;
+    scales.read(form, at);
+    at += header;
+    for (int64_t t = 0; t < tiles; ++t, at += C::tile_size) {
+      codes.tile = at;
+      if constexpr (R >= least_rows_of_codes)
+        for (int64_t line = 0; line < C::tile_size; line += 64) fetch(at + bytes_ahead + line);
+      add_tile<R, group>(FreshCodes<C>{codes}, x, row, b * tiles + t, offset, scales.scale[t * groups], low ? scales.low[t * groups] : nullptr, sum);
+    }
+  }
+  sum.put(sums);
 }
 
 // Sums of rows and a block's channels, with the bias, as results.
@@ -442,17 +470,20 @@ void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel
     f16v sum[strip_rows][2] = {};
     const bool many = count > (pieces_ahead ? rows_of_halves + 1 : rows_of_halves);
     const uint8_t* at = (const uint8_t*)w.data + first / block_width * blocks * form.size();
+    if (!many) {
+      in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { add_tiles<R(), group>(codes, form, at, x, row + r, sum + r); });
+      return finish_rows(w, sum, row, count, y, first);
+    }
     for (int64_t b = 0; b < blocks; ++b) {
       Scales scales;
       scales.read(form, at);
       at += form.header();
       for (int64_t t = 0; t < tiles; ++t, at += form.tile_size()) {
         codes.tile = at;
-        if (count > 1)
-          for (int64_t line = 0; line < form.tile_size(); line += 64) fetch(at + bytes_ahead + line);
+        for (int64_t line = 0; line < form.tile_size(); line += 64) fetch(at + bytes_ahead + line);
         const float *by = scales.scale[t * groups], *lows = form.low ? scales.low[t * groups] : nullptr;
-        with_ready(codes, count, many, [&](auto which, auto R, int64_t r) {
-          add_tile<R(), group>(which, x, row + r, b * tiles + t, form.offset, by, lows, sum + r);
+        with_ready(codes, count, [&](auto ready, auto R, int64_t r) {
+          add_ready<R(), group>(ready, x, row + r, b * tiles + t, form.offset, by, lows, sum + r);
         });
       }
     }
@@ -462,17 +493,37 @@ void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel
 
 // What a group of 32 inputs in 4 bits adds to the sums of R rows. A weight is (number - 8) * scale; `scales`: [32].
 template <int R, typename C>
-APART void add_group(C codes, const Bytes& x, int64_t row, int64_t group, const f16v scales[2], f16v sums[][2]) {
+ALWAYS_INLINE void add_group(C codes, const Bytes& x, int64_t row, int64_t group, const f16v scales[2], Sums<R, float>& sum) {
   Whole part[R][native_parts];
   UNROLL for (int r = 0; r < R; ++r)
     UNROLL for (int c = 0; c < native_parts; ++c) part[r][c] = Whole{} - 8 * x.sums[(row + r) * (x.in / group_length) + group];
   add_steps<R, native_parts, C::most, group_length / 4>(part, codes, 0, x.at(row, group * group_length), x.in);
-  UNROLL for (int r = 0; r < R; ++r)
-    UNROLL for (int c = 0; c < native_parts; ++c) {
-      char* to = (char*)sums[r] + c * native_bytes;
-      const Real product = __builtin_convertvector(part[r][c], Real);
-      store(to, load<Real>(to) + product * load<Real>((const char*)scales + c * native_bytes));
-    }
+  UNROLL for (int c = 0; c < native_parts; ++c) {
+    const Real scale = load<Real>((const char*)scales + c * native_bytes);
+    UNROLL for (int r = 0; r < R; ++r) sum.of[r][c] += __builtin_convertvector(part[r][c], Real) * scale;
+  }
+}
+
+// The same, of a group whose codes are ready for many rows.
+template <int R, typename C>
+APART void add_ready(C codes, const Bytes& x, int64_t row, int64_t group, const f16v scales[2], f16v sums[][2]) {
+  Sums<R, float> sum(sums);
+  add_group<R>(codes, x, row, group, scales, sum);
+  sum.put(sums);
+}
+
+// What all groups of a block of output channels add to the sums of R rows.
+template <int R>
+APART void add_groups(const uint8_t* data, const bf16* scales, const Bytes& x, int64_t row, f16v sums[][2]) {
+  using C = Codes<4>;
+  Sums<R, float> sum(sums);
+  for (int64_t g = 0; g < x.in / group_length; ++g, data += C::tile_size, scales += block_width) {
+    if constexpr (R >= least_rows_of_codes)
+      for (int64_t line = 0; line < C::tile_size; line += 64) fetch(data + bytes_ahead + line);
+    const f16v by[2] = {load16(scales), load16(scales + 16)};
+    add_group<R>(FreshCodes<C>{{data}}, x, row, g, by, sum);
+  }
+  sum.put(sums);
 }
 
 // One block of output channels in 4 bits. Sums of 32 products are whole numbers, and those are added in order.
@@ -483,10 +534,12 @@ void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t
   const bf16* scales = w.scales + first * groups;
   in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
     f16v sum[strip_rows][2] = {};
-    for (int64_t g = 0; g < groups; ++g) {
-      const Codes<4> codes{data + g * group_length * block_width / 2};
+    if (!many) in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { add_groups<R()>(data, scales, x, row + r, sum + r); });
+    for (int64_t g = 0; many && g < groups; ++g) {
+      const Codes<4> codes{data + g * Codes<4>::tile_size};
+      for (int64_t line = 0; line < codes.tile_size; line += 64) fetch(codes.tile + bytes_ahead + line);
       const f16v by[2] = {load16(scales + g * block_width), load16(scales + g * block_width + 16)};
-      with_ready(codes, count, many, [&](auto which, auto R, int64_t r) { add_group<R()>(which, x, row + r, g, by, sum + r); });
+      with_ready(codes, count, [&](auto ready, auto R, int64_t r) { add_ready<R()>(ready, x, row + r, g, by, sum + r); });
     }
     for (int c = 0; c < 2; ++c) {
       const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);

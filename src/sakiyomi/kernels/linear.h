@@ -24,8 +24,6 @@ constexpr int64_t block_width = 32;   // output channels of a block
 
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
 constexpr int64_t pieces_of_work = 32;  // of a pass over a layer's weights, which threads share
-constexpr int64_t blocks_ahead = 8;     // that a thread takes at a time where tiles fetch the next one
-constexpr int64_t rows_ahead = 128;     // at most so many rows need that
 constexpr int64_t strip_rows = 48;     // rows of a strip
 // Of many rows so many bytes go through all blocks before the next ones do: they stay in the second-level cache meanwhile. It pays where
 // all of them take some megabytes (900 rows of a prompt gain 4 to 9 %, 300 of 768 numbers lose 2 %).
@@ -75,23 +73,34 @@ inline void in_lines(int64_t rows, F f) {
   if (rows - row == 1) f(std::integral_constant<int, 1>(), row);
 }
 
-// Weights that lie so far behind are fetched where rows have enough to compute meanwhile: with fewer of them the processor, which fetches by
-// itself, is only disturbed.
+// Weights are fetched so many bytes ahead, where there are so many rows at least, which in 4 bits are fewer. What a processor fetches by itself
+// ends with a page of 4096 bytes: Intel's are fastest with the next page's (.66 to .9 of the time with 1 and 2 rows), a Zen 3 with 1536 bytes
+// (512, 1024 and 4096 gain less). A Zen 4 is only disturbed where rows have too little to compute meanwhile.
+#if defined(BF16_PAIRS) || !defined(__AVX2__)
 constexpr int64_t bytes_ahead = 8192;
-template <int R, int from>
+constexpr int least_rows = 6, least_rows_of_codes = 2;
+#else
+#if defined(__AVX512F__)
+constexpr int64_t bytes_ahead = 4096;
+#else
+const int64_t bytes_ahead = __builtin_cpu_is("intel") ? 4096 : 1536;
+#endif
+constexpr int least_rows = 1, least_rows_of_codes = 1;
+#endif
+
+// Fetches two lines ahead, where rows do not fetch pieces.
+template <int R>
 inline void go_on(const void* weights) {
-  if constexpr (R >= from) fetch((const char*)weights + bytes_ahead);
+  if constexpr (!pieces_ahead && R >= least_rows) fetch((const char*)weights + bytes_ahead), fetch((const char*)weights + bytes_ahead + 64);
 }
 
-// Two lines of weights at this distance, where a row or two leave nothing to do but wait: with AVX2 (Zen 3, two threads) that is 93 to 98 % of
-// what its memory gives, where it were 82 to 85 %; 512, 1024, 4096 and more bytes gain less.
-constexpr int64_t bytes_near = 1536;
+// The same for a row or two where more of them fetch pieces.
 template <int R>
 struct Nearby {
   const void* weights;
   int64_t step;  // bytes
   void operator()() {
-    if constexpr (pieces_ahead && R < 3) fetch((const char*)weights + bytes_near), fetch((const char*)weights + bytes_near + 64);
+    if constexpr (pieces_ahead && R < 3) fetch((const char*)weights + bytes_ahead), fetch((const char*)weights + bytes_ahead + 64);
     weights = (const char*)weights + step;
   }
 };
@@ -151,7 +160,7 @@ APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v 
   using Own = typename Sums<R, float>::Own;
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; ++k, w += block_width) {
-    go_on<R, 6>(w), go_on<R, 6>(w + 16), ahead();
+    go_on<R>(w), ahead();
     Own columns[sum.count];
     UNROLL for (int c = 0; c < sum.count; ++c) {
       columns[c] = load<Own>(w + c * native_bytes / 4);
@@ -171,7 +180,7 @@ APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v su
   __m512 left[R], right[R];
   UNROLL for (int r = 0; r < R; ++r) left[r] = (__m512)sum[r][0], right[r] = (__m512)sum[r][1];
   for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
-    go_on<R, 6>(w), go_on<R, 6>(w + 32);
+    go_on<R>(w);
     __m512bh a = (__m512bh)_mm512_loadu_si512(w), b = (__m512bh)_mm512_loadu_si512(w + 32);
     UNROLL for (int r = 0; r < R; ++r) {
       int32_t pair;
@@ -195,7 +204,7 @@ APART void dot(const float* x, int64_t stride, const bf16* w, int64_t in, f16v s
   using Bits = typename Native<uint32_t>::type;
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
-    ahead();
+    go_on<R>(w), ahead();
     UNROLL for (int c = 0; c < sum.count; ++c) {
       const Bits both = load<Bits>(w + c * native_bytes / 2);
       const Own even = (Own)(both << 16), odd = (Own)(both & 0xffff0000u);
@@ -220,7 +229,7 @@ template <int R, typename A = NothingAhead>
 APART void dot(const RowByte* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2], A ahead = {}) {
   Sums<R, int32_t> sum(sums);
   for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
-    go_on<R, 6>(w), go_on<R, 6>(w + 64), ahead();
+    go_on<R>(w), ahead();
     Eights columns[sum.count];
     UNROLL for (int c = 0; c < sum.count; ++c) columns[c] = load<Eights>(w + c * native_bytes);
     UNROLL for (int r = 0; r < R; ++r)

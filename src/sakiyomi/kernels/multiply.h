@@ -57,10 +57,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   const int64_t together = in_panels ? std::max<int64_t>(1, panel_bytes / row_bytes / strip_rows) * strip_rows : std::max<int64_t>(1, rows);
   // Below about 100k multiplications a second thread costs more than it brings.
   const int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * std::min(rows, together)));
-  // Threads take some blocks at a time, so that none waits for one that other work holds up. Of those it knows which block is next: tiles
-  // fetch it, and so take more at a time, unless rows are so many that weights hardly count.
   const int64_t blocks = ends.back(), all = blocks * ((rows + together - 1) / together);
-  const int64_t share = std::max<int64_t>(grain, tiled && !in_groups && rows <= rows_ahead ? std::min<int64_t>(blocks_ahead, blocks / 6) : blocks / pieces_of_work);
   std::atomic<int64_t> next = 0;
   auto layer_of = [&](int64_t place) { return std::upper_bound(ends.begin(), ends.end(), place) - ends.begin(); };
   auto channel_of = [&](int64_t place, int64_t i) { return (place - (i ? ends[i - 1] : 0)) * block_width; };
@@ -70,11 +67,17 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
     const Weight& w = *weights[i];
     return w.form || w.scales ? nullptr : (const char*)w.data + channel_of(place, i) * (w.scale ? rounded->in : w.in * sizeof(T));
   };
-  parallel_for(0, all, grain, [&](int64_t, int64_t) {
+  // Threads take some blocks at a time, so that none waits for one that other work holds up. Blocks that follow one another are fetched ahead:
+  // of few rows a thread takes more of them. Of many rows weights hardly count.
+  const bool by_tiles = tiled && !in_groups;
+  const int64_t few = by_tiles ? 128 : 16, most = by_tiles ? 8 : 4;
+  parallel_for(0, all, grain, [&](int64_t first_of_own, int64_t end_of_own) {
+    const int64_t some = rows <= few ? std::min(most, (end_of_own - first_of_own) * most / 24) : blocks / pieces_of_work;
+    const int64_t share = std::max(grain, some);
     int64_t t = 0, end = 0;
     std::optional<Tiles> tiles;  // blocks of GGUF files have others
-    if (tiled && !in_groups) tiles.emplace(std::min(rows, tile_rows));
-    auto by_tiles = [&](const Weight& w, const auto& given, auto* y, int64_t first) {
+    if (by_tiles) tiles.emplace(std::min(rows, tile_rows));
+    auto through = [&](const Weight& w, const auto& given, auto* y, int64_t first) {
       std::optional<Tiles> own;
       if (in_groups) own.emplace(std::min(rows, tile_rows));
       block_of_tiles(w, given, rows, y, first, t + 1 < end ? weights_at(t + 1) : nullptr);
@@ -95,11 +98,11 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
       else if (w.scales)
         block_of_halves(w, *rounded, panel, y, first);
       else if (w.scale && tiled)
-        by_tiles(w, *rounded, y, first);
+        through(w, *rounded, y, first);
       else if (w.scale)
         block(w, *rounded, panel, y, first);
       else if (std::is_same_v<T, bf16> && tiled)
-        by_tiles(w, (const bf16*)x, (bf16*)y, first);
+        through(w, (const bf16*)x, (bf16*)y, first);
       else
         block(w, wide, panel, y, first);
     }

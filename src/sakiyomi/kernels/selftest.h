@@ -77,7 +77,7 @@ template <typename T>
 bool multiplies_blocks(const BlockFormat& form, int64_t rows, bool grouped) {
   constexpr int64_t in = 256, out = 40, blocks = 2;
   const int64_t header = form.header(), each = form.size(), tiles = form.length / tile_length;
-  std::vector<uint8_t> data(blocks * in / form.length * each + bytes_ahead);
+  std::vector<uint8_t> data(blocks * in / form.length * each);
   for (size_t i = 0; i < data.size(); ++i) data[i] = uint8_t((i * 2654435761u) >> 13);
   for (int64_t b = 0; b < blocks * in / form.length; ++b) {
     uint8_t* at = data.data() + b * each;
