@@ -23,9 +23,11 @@ from sakiyomi.sampling.verifiers import Rows, Verifier
 from target_rows import TableRows
 
 V = 8
-SAMPLES = 20_000
+SAMPLES = 5_000
 LEVEL = 1e-6
 START = 0
+SEEDS = {"far": 42, "peaked": 47}
+"""Tables on which broken rules show in few samples."""
 
 Table = NDArray[np.float32]
 Propose = Callable[[int, int, RequestNoise], Draft]
@@ -49,9 +51,9 @@ def _normalised(table: NDArray[np.float64]) -> Table:
     return (table / table.sum(1, keepdims=True)).astype(np.float32)
 
 
-def pair(name: str, seed: int = 17) -> Pair:
+def pair(name: str, seed: int | None = None) -> Pair:
     """Two tables: "far" apart, of "truncated" (unlike) supports, of "disjoint" supports, "equal", or "peaked"."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(SEEDS.get(name, 17) if seed is None else seed)
     target, draft = (random.dirichlet(np.full(V, 2.0 if name == "peaked" else 0.7), size=V) for _ in range(2))
     if name == "truncated":
         # As after top-k and top-p: each keeps five tokens, not the same ones.
