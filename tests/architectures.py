@@ -390,6 +390,16 @@ def greedy(model: Any, tokens: Sequence[int], count: int, *, stop: Sequence[int]
     return done[0, len(tokens) :].tolist()  # type: ignore[no-any-return]
 
 
+@cache
+def _reference(name: str, tokens: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return tuple(greedy(model_of(name), tokens, count))
+
+
+def references(name: str, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """``greedy`` texts of the model of a name behind prompts; each is computed once in a process."""
+    return [list(_reference(name, tuple(tokens), count)) for tokens in prompts]
+
+
 def settled(llm: LLM) -> LLM:
     """The same, when its kernels are compiled and its passes recorded, where there are kernels."""
     llm.wait()

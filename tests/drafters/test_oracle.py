@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from architectures import VOCAB, greedy, model_of, prompt
+from architectures import VOCAB, greedy, model_of, prompt, references
 from sakiyomi import LLM, DraftError, InputError, SamplingParams
 from toys import character_tokenizer
 
@@ -41,7 +41,7 @@ def test_the_rate_is_alpha(rate: float) -> None:
     """Within five standard errors."""
     llm = llm_of(f"oracle:{rate}")
     done = [out for _ in range(12) for out in llm.generate(PROMPTS, params(max_new_tokens=60))]
-    wanted = [greedy(model_of("llama"), tokens, 60) for tokens in PROMPTS]
+    wanted = references("llama", PROMPTS, 60)
     assert [out.token_ids for out in done] == wanted * 12
     accepted = sum(out.stats.accepted for out in done)
     judged = accepted + sum(out.stats.rejected for out in done)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import sakiyomi.model_executor.build
-from architectures import VOCAB, greedy, logits_after, model_of, prompt
+from architectures import VOCAB, greedy, logits_after, model_of, prompt, references
 from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
 from sakiyomi.cache.slots import FIRST_ROOM
@@ -39,7 +39,7 @@ NEW = 20
 
 @cache
 def wanted() -> list[list[int]]:
-    return [greedy(model_of("llama"), tokens, NEW) for tokens in PROMPTS]
+    return references("llama", PROMPTS, NEW)
 
 
 def params(**values: Any) -> SamplingParams:
@@ -181,7 +181,7 @@ def test_prompts_in_chunks_give_the_same_text(chunk: int | None) -> None:
     long = [prompt(70, 1), prompt(5, 2), prompt(33, 3)]
     llm = llm_with("none", chunk_size=chunk)
     done = llm.generate(long, params())
-    assert [out.token_ids for out in done] == [greedy(model_of("llama"), tokens, NEW) for tokens in long]
+    assert [out.token_ids for out in done] == references("llama", long, NEW)
 
 
 def test_a_long_prompt_does_not_hold_up_the_others() -> None:

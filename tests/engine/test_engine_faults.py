@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sakiyomi.drafters.model
 import sakiyomi.model_executor.build
-from architectures import VOCAB, greedy, logits_after, model_of, prompt, widen
+from architectures import VOCAB, greedy, logits_after, model_of, prompt, references, widen
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step, UnsupportedError
 from sakiyomi.core.tree import Draft, Draw, TokenTree
@@ -33,7 +33,7 @@ NEW = 20
 
 
 def wanted(name: str = "llama") -> list[list[int]]:
-    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    return references(name, PROMPTS, NEW)
 
 
 def params(**values: Any) -> SamplingParams:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import sakiyomi.model_executor.build
-from architectures import VOCAB, greedy, model_of, prompt
+from architectures import VOCAB, model_of, prompt, references
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.model import ModelDrafter
@@ -31,7 +31,7 @@ def test_new_prompts_share_the_drafts_passes() -> None:
     draft.watchers.append(lambda plan, _: seen.append(sum(part.prompt for part in plan.parts)))
     found = llm.generate(prompts, SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=3))
     assert [count for count in seen if count] == [4]
-    assert [one.token_ids for one in found] == [greedy(model_of("llama"), tokens, NEW) for tokens in prompts]
+    assert [one.token_ids for one in found] == references("llama", prompts, NEW)
 
 
 def test_prompts_beyond_a_chunk_take_more_than_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,10 +68,15 @@ def prompts_of(llm: LLM) -> list[list[int]]:
     return [tokens for text in PROMPTS if (tokens := llm.tokenizer(text)["input_ids"])]
 
 
-def both(target: str, draft: Any, params: SamplingParams) -> tuple[list[Any], list[Any], LLM]:
+@cache
+def drafting(target: str, draft: str) -> LLM:
+    return LLM(pair(target, 0), draft, compile=False)
+
+
+def both(target: str, draft: str, params: SamplingParams) -> tuple[list[Any], list[Any], LLM]:
     """With a draft and without."""
     alone = plain(target)
-    llm = LLM(pair(target, 0), draft, compile=False)
+    llm = drafting(target, draft)
     done, wanted = ([*one.generate(prompts_of(alone), params)] for one in (llm, alone))
     assert not llm.engine._speculation.broken, "the drafter raised"
     return done, wanted, llm

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from architectures import ALL, CONFIGS, OTHERS, VARIANTS, VOCAB, greedy, model_of, prompt, widen
+from architectures import ALL, CONFIGS, OTHERS, VARIANTS, VOCAB, greedy, model_of, prompt, references, widen
 from drafters import Branching, Fading, Failing, Noisy, Scripted, Skill, texts_of
 from sakiyomi import LLM, Generation, SamplingParams
 from text_drafters import KINDS, Wide, text_drafter
@@ -33,7 +33,7 @@ TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 
 @cache
 def wanted(name: str) -> list[list[int]]:
     """transformers' continuation of each prompt, by token 1 not ended."""
-    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    return references(name, PROMPTS, NEW)
 
 
 @cache
@@ -192,7 +192,7 @@ def test_a_drafter_that_fails_changes_nothing_but_the_speed(caplog: pytest.LogCa
 def answered() -> tuple[list[list[int]], list[list[int]]]:
     """Prompts that hold each other's answers, and transformers' text after each."""
     prompts = [tokens + text + tokens for tokens, text in zip(PROMPTS, wanted("llama"), strict=True)]
-    return prompts, [greedy(model_of("llama"), tokens, 60) for tokens in prompts]
+    return prompts, references("llama", prompts, 60)
 
 
 @pytest.mark.few(2)

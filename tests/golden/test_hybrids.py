@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from architectures import HYBRIDS, VOCAB, greedy, logits_after, make, model_of, prompt
+from architectures import HYBRIDS, VOCAB, greedy, logits_after, make, model_of, prompt, references
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.recurrent import Site, SiteState
@@ -41,7 +41,7 @@ EXPERTS = ["lfm2_moe", "granitemoehybrid", "jamba", "kimi_linear"]
 
 @cache
 def wanted(name: str) -> list[list[int]]:
-    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    return references(name, PROMPTS, NEW)
 
 
 def llm_of(name: str, draft: Any = "none", **options: Any) -> LLM:

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch.overrides import TorchFunctionMode
 
-from architectures import KINDS, VOCAB, WINDOW, greedy, make, model_of, prompt, widen
+from architectures import KINDS, VOCAB, WINDOW, greedy, make, model_of, prompt, references, widen
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.native import native
@@ -32,7 +32,7 @@ WITHOUT_EXPERTS = ["granite_swa", "bloom", "mpt", "falcon-alibi", "gemma3n", "ge
 
 @cache
 def wanted(name: str) -> list[list[int]]:
-    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    return references(name, PROMPTS, NEW)
 
 
 def drafter(name: str, kind: Any) -> Any:
@@ -240,7 +240,7 @@ def test_latents_are_kept_as_they_are_compressed(monkeypatch: pytest.MonkeyPatch
 def test_prompts_of_latents_are_expanded_in_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk, in a batch, beside others that write; where it pays. Wrong values would be seen."""
     prompts = [prompt(70, 4), prompt(45, 5), prompt(9, 6)]
-    texts = [greedy(model_of("minicpm3"), tokens, NEW) for tokens in prompts]
+    texts = references("minicpm3", prompts, NEW)
     values = SamplingParams(max_new_tokens=NEW, ignore_eos=True, gamma=3)
     expanded: list[int] = []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from architectures import ALL, VOCAB, greedy, model_of, settled
+from architectures import ALL, VOCAB, greedy, model_of, references, settled
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
 from sakiyomi.core.tree import TokenTree
@@ -65,7 +65,7 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
     """Random heads on the target's own head: greedy, ragged, in a batch."""
     folder = heads_folder(tmp_path, name, fitted=False)
     done = llm_of(f"medusa:{folder}", name).generate(PROMPTS, params(gamma=3))
-    assert [out.token_ids for out in done] == [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    assert [out.token_ids for out in done] == references(name, PROMPTS, NEW)
     assert sum(out.stats.drafted for out in done) > NEW
 
 
@@ -73,7 +73,7 @@ def test_every_architecture(name: str, tmp_path: Path) -> None:
 def texts(name: str) -> tuple[list[list[int]], list[list[int]]]:
     """Greedy as transformers has it, and sampled as without a draft."""
     sampled = llm_of("none", name).generate(PROMPTS, params(temperature=1.0, seed=3))
-    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS], [out.token_ids for out in sampled]
+    return references(name, PROMPTS, NEW), [out.token_ids for out in sampled]
 
 
 @pytest.mark.few(1)
@@ -96,7 +96,7 @@ def test_trees(name: str, size: dict[str, Any], folders: dict[str, Path]) -> Non
 def test_merged_with_other_drafts(draft: str, folders: dict[str, Path]) -> None:
     llm = llm_of(draft.format(folders["llama"]))
     done = llm.generate(PROMPTS, params(gamma=3, nodes=12, max_new_tokens=60))
-    assert [out.token_ids for out in done] == [greedy(model_of("llama"), tokens, 60) for tokens in PROMPTS]
+    assert [out.token_ids for out in done] == references("llama", PROMPTS, 60)
     assert "medusa" in {entry.source for out in done for entry in out.trace}
     values = params(temperature=1.0, seed=3)
     expected = llm_of("none").generate(PROMPTS, values)
@@ -304,7 +304,7 @@ def test_exact_with_heads(folders: dict[str, Path]) -> None:
 def test_typical_is_greedy_at_temperature_0_and_marked_elsewhere(folders: dict[str, Path]) -> None:
     llm = llm_of(f"medusa:{folders['llama']}")
     greedy_text = llm.generate(PROMPTS, params(acceptance="typical", gamma=3, nodes=9))
-    assert [out.token_ids for out in greedy_text] == [greedy(model_of("llama"), tokens, NEW) for tokens in PROMPTS]
+    assert [out.token_ids for out in greedy_text] == references("llama", PROMPTS, NEW)
     assert all(out.stats.lossy == 0 and not out.trace[3].lossy for out in greedy_text)
     values = params(acceptance="typical", temperature=1.0, gamma=3, nodes=9, seed=4)
     # The text depends on what is proposed, and that on what was learnt: it repeats itself from the same beginning.
@@ -354,7 +354,7 @@ def test_heads_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="allow_pickle"):
         llm_of(f"medusa:{folder}")
     out = llm_of(f"medusa:{folder}", allow_pickle=True).generate(PROMPTS, params(gamma=2))
-    assert [one.token_ids for one in out] == [greedy(model_of("llama"), tokens, NEW) for tokens in PROMPTS]
+    assert [one.token_ids for one in out] == references("llama", PROMPTS, NEW)
 
 
 def test_a_target_with_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from architectures import ALL, VOCAB, greedy, model_of, prompt
+from architectures import ALL, VOCAB, greedy, model_of, prompt, references
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
@@ -46,7 +46,7 @@ def test_early_exit_of_every_architecture(name: str) -> None:
     """Greedy, ragged, in a batch; something was drafted, and something of it was refused and overwritten."""
     for count in (1, 2):
         done = llm_of(f"early-exit:{count}", name).generate(PROMPTS, params())
-        assert [out.token_ids for out in done] == [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+        assert [out.token_ids for out in done] == references(name, PROMPTS, NEW)
         assert sum(out.stats.drafted for out in done) > NEW
         assert sum(out.stats.rejected for out in done) > 0
 
@@ -81,7 +81,7 @@ def test_trees_of_early_exit(name: str, size: dict[str, Any]) -> None:
     """Greedy as transformers has it, sampled as without a draft, and really trees of no more nodes than asked for."""
     llm, nodes = llm_of("early-exit:2", name), size.get("nodes", 31)
     done = llm.generate(PROMPTS, params(**size), rounds_trace=True)
-    assert [out.token_ids for out in done] == [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    assert [out.token_ids for out in done] == references(name, PROMPTS, NEW)
     rounds = [entry for out in done for entry in out.rounds_trace or []]
     assert max(len(entry.tokens) for entry in rounds) <= nodes
     if "nodes" in size:
@@ -177,7 +177,7 @@ def test_early_exit_follows_the_target_to_its_kernels(monkeypatch: pytest.Monkey
     llm = llm_of("early-exit:2", compile="auto")
     view = llm.draft.model  # type: ignore[union-attr]
     assert view.weights.unsettled and view.backend is llm.target.backend
-    expected = [greedy(model_of("llama"), tokens, NEW) for tokens in PROMPTS]
+    expected = references("llama", PROMPTS, NEW)
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == expected
     before = view.forward_seconds
     at_hand[0] = True

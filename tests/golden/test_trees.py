@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
+from architectures import CONFIGS, VOCAB, model_of, prompt, references
 from drafters import Branching, Failing, Scripted, texts_of
 from sakiyomi import LLM, InputError, SamplingParams
 from sakiyomi.core.errors import DraftError
@@ -34,7 +34,7 @@ TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 
 
 @cache
 def wanted(name: str) -> list[list[int]]:
-    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    return references(name, PROMPTS, NEW)
 
 
 def noisy(name: str, size: float = 0.08, seed: int = 0) -> ModelRunner:

@@ -20,7 +20,6 @@ from sakiyomi.sampling.verifiers import VERIFIERS, Verifier
 from statistical import broken, drafters
 from statistical.harness import (
     LEVEL,
-    SAMPLES,
     START,
     Pair,
     Propose,
@@ -73,11 +72,8 @@ def test_all_kinds_have_a_drafter_here() -> None:
 
 @pytest.mark.parametrize(("rule", "kind", "table"), CASES)
 def test_lossless(rule: str, kind: str, table: str) -> None:
-    """Trees need half of the samples of chains: the subtlest of the broken rules below (a block's wrong residual) is
-    seen in all of them only, those that want trees in half.
-    """
-    tables, samples = pair(table), SAMPLES if kind == "chain" else SAMPLES // 2
-    p = run_rule(f"{rule} {kind} {table}", tables, proposals(tables)[kind], VERIFIERS[rule], LENGTH, samples)
+    tables = pair(table)
+    p = run_rule(f"{rule} {kind} {table}", tables, proposals(tables)[kind], VERIFIERS[rule], LENGTH)
     assert p > LEVEL
 
 
@@ -89,9 +85,9 @@ def test_lossless(rule: str, kind: str, table: str) -> None:
 )
 def test_lossless_in_the_kernels(rule: str, kind: str) -> None:
     """The rules as the compiled kernels have them."""
-    tables, samples = pair("truncated"), SAMPLES if kind == "chain" else SAMPLES // 2
+    tables = pair("truncated")
     verifier = broken.Compiled(VERIFIERS[rule])
-    assert run_rule(f"compiled {rule} {kind}", tables, proposals(tables)[kind], verifier, LENGTH, samples) > LEVEL
+    assert run_rule(f"compiled {rule} {kind}", tables, proposals(tables)[kind], verifier, LENGTH) > LEVEL
 
 
 @pytest.mark.skipif(native() is None, reason="the kernels are not available")
@@ -101,7 +97,7 @@ def test_kernels_asked_wrongly_are_found(fault: str) -> None:
     tables = pair("far")
     verifier = broken.Compiled(VERIFIERS["ratio"], fault)
     name = f"compiled, wrong {fault}"
-    assert run_rule(name, tables, proposals(tables)["chain"], verifier, LENGTH, SAMPLES // 4) < LEVEL
+    assert run_rule(name, tables, proposals(tables)["chain"], verifier, LENGTH) < LEVEL
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -112,7 +108,7 @@ def test_lossless_coupled_drafts(shape: str) -> None:
         "chain": drafters.coupled_chain(tables.draft, GAMMA),
         "tree": drafters.coupled_tree(tables.draft, 2, GAMMA),
     }
-    assert run_rule(f"coupled {shape}", tables, make[shape], VERIFIERS["coupled"], LENGTH, SAMPLES // 2) > LEVEL
+    assert run_rule(f"coupled {shape}", tables, make[shape], VERIFIERS["coupled"], LENGTH) > LEVEL
 
 
 @pytest.mark.thorough
@@ -259,7 +255,7 @@ def test_trees_that_grow_by_what_was_drawn(rule: str, cut: int | None) -> None:
     """Where a token is drawn may depend on all earlier ones, and the engine may cut whole levels off at the end."""
     tables = pair("far")
     propose = grown(tables.draft, 6, cut)
-    assert run_rule(f"{rule}, cut {cut}", tables, propose, VERIFIERS[rule], LENGTH, SAMPLES // 2) > LEVEL
+    assert run_rule(f"{rule}, cut {cut}", tables, propose, VERIFIERS[rule], LENGTH) > LEVEL
 
 
 @pytest.mark.thorough
@@ -298,7 +294,7 @@ def broken_cases() -> dict[str, tuple[Propose, Verifier, int]]:
             LENGTH,
         ),
         "merged nodes judged once": (
-            drafters.merged(peaked, pair("peaked", 18).draft, 1),
+            drafters.merged(peaked, pair("peaked", 48).draft, 1),
             broken.NodesJudgedOnce(),
             2,
         ),
@@ -326,16 +322,10 @@ def broken_cases() -> dict[str, tuple[Propose, Verifier, int]]:
 
 @pytest.mark.parametrize("name", sorted(broken_cases()))
 def test_broken_rules_are_rejected(name: str) -> None:
-    """With no more samples than the real rules pass with: chains with all, trees with half; most need an eighth."""
+    """With the samples that the real rules pass with."""
     propose, verifier, length = broken_cases()[name]
     peaked = name in ("merged nodes judged once", "block with the ratio rule's residual")
-    if name == "block with the ratio rule's residual":
-        samples = SAMPLES
-    elif peaked or name in ("without replacement called independent", "coupled keyed by row"):
-        samples = SAMPLES // 2
-    else:
-        samples = SAMPLES // 8
-    assert run_rule(name, pair("peaked" if peaked else "far"), propose, verifier, length, samples) < LEVEL
+    assert run_rule(name, pair("peaked" if peaked else "far"), propose, verifier, length) < LEVEL
 
 
 @pytest.mark.thorough

@@ -41,6 +41,7 @@ def block_config(folder: Path, target: Path, **changes: Any) -> TrainBlock:
         "warmup_steps": 2,
         "eval_prompts": 2,
         "samples": 0,
+        "speed": False,
         "compile": False,
         "threads": 1,
     }
@@ -157,11 +158,11 @@ def test_layers_that_are_read_are_those_of_the_method() -> None:
     [{"markov": 5, "draft_vocab": 150}, {"anchored": True, "causal": True, "layers": 1, "markov": 6}, {}],
     ids=str,
 )
-def test_from_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
+def test_from_end_to_end(options: dict[str, Any], tmp_path: Path, pictures: None) -> None:
     """It gets better; what is written is what was measured; the engine counts the same tau, and drafts exactly."""
     target = tiny_target(tmp_path)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
-    config = block_config(tmp_path, target, tokens=40 * 64, **options)
+    config = block_config(tmp_path, target, tokens=40 * 64, speed=True, **options)
     summary = train_block(config, "the command")
     assert before == {path.name: path.read_bytes() for path in target.iterdir()}
     steps = losses(config.loop.out)
@@ -189,7 +190,7 @@ def test_from_end_to_end(options: dict[str, Any], tmp_path: Path) -> None:
 def test_a_cut_vocabulary(options: dict[str, Any], tmp_path: Path) -> None:
     """Only the kept tokens are drafted, the text stays the target's, and other tools get the same drafter."""
     target = tiny_target(tmp_path)
-    summary = train_block(block_config(tmp_path, target, draft_vocab=40, speed=False, **options))
+    summary = train_block(block_config(tmp_path, target, draft_vocab=40, **options))
     folder = Path(summary["model"])
     assert "40 of its tokens are proposed" in summary["about"]
     file = read_block(folder, 2)

@@ -50,6 +50,7 @@ def eagle_config(folder: Path, target: Path, **changes: Any) -> TrainEagle:
         "warmup_steps": 2,
         "eval_prompts": 2,
         "samples": 0,
+        "speed": False,
         "compile": False,
         "threads": 1,
     }
@@ -321,12 +322,12 @@ def test_tau_from_ranks_is_that_of_the_engine(some: bool, tmp_path: Path) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ce", "tv", "lk"])
-def test_from_end_to_end(loss: str, tmp_path: Path) -> None:
+def test_from_end_to_end(loss: str, tmp_path: Path, pictures: None) -> None:
     """The head gets better, the target stays as it is, and what is left behind can be used at once."""
     target = tiny_target(tmp_path)
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     more = {"draft_vocab": 150, "samples": 4, "sample_batch": 4, "sample_tokens": 8} if loss == "ce" else {}
-    config = eagle_config(tmp_path, target, loss=loss, tokens=40 * 64, **more)
+    config = eagle_config(tmp_path, target, loss=loss, tokens=40 * 64, speed=True, **more)
     summary = train_eagle(config, "the command")
     assert summary["finished"]
     assert before == {path.name: path.read_bytes() for path in target.iterdir()}

@@ -163,7 +163,7 @@ def test_further_questions_are_marked() -> None:
 
 
 @pytest.mark.thorough
-def test_from_end_to_end(tmp_path: Path) -> None:
+def test_from_end_to_end(tmp_path: Path, pictures: None) -> None:
     """The loss falls, the target stays as it is, and what is left behind can be used at once."""
     target = wide_target(tmp_path)
     before = {path.name: path.read_bytes() for path in target.iterdir()}

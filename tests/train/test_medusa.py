@@ -79,7 +79,7 @@ def chat_file(path: Path, *chats: Any) -> Path:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("own", [False, True])
-def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
+def test_from_end_to_end(own: bool, tmp_path: Path, pictures: None) -> None:
     """Heads get better, the target stays as it is, and what is left behind can be used at once."""
     target = tiny_target(tmp_path)
     before = {path.name: path.read_bytes() for path in target.iterdir()}

@@ -46,6 +46,7 @@ def mtp_config(folder: Path, target: Path, **changes: Any) -> TrainMtp:
         "warmup_steps": 2,
         "eval_prompts": 2,
         "samples": 0,
+        "speed": False,
         "compile": False,
         "threads": 1,
     }
@@ -132,14 +133,14 @@ def test_tau_from_ranks_is_that_of_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_from_end_to_end(tmp_path: Path) -> None:
+def test_from_end_to_end(tmp_path: Path, pictures: None) -> None:
     """Loss falls and acceptance rises, the target stays as it is, and what is left behind can be used at once."""
     target = Path(train_target(target_config(tmp_path, tokens=300 * 128))["model"])
     before = {path.name: path.read_bytes() for path in target.iterdir()}
     still = {"out": str(tmp_path / "still"), "tokens": 64, "muon_lr": 0.0, "adam_lr": 0.0}
     first = train_mtp(mtp_config(tmp_path, target, **still))
     more = {"samples": 4, "sample_batch": 4, "sample_tokens": 8}
-    config = mtp_config(tmp_path, target, tokens=60 * 64, **more)
+    config = mtp_config(tmp_path, target, tokens=60 * 64, speed=True, **more)
     summary = train_mtp(config, "the command")
     assert summary["finished"]
     assert before == {path.name: path.read_bytes() for path in target.iterdir()}

@@ -69,7 +69,7 @@ def test_shares_of_masks_are_those_of_the_paper() -> None:
 
 
 @pytest.mark.thorough
-def test_from_end_to_end(tmp_path: Path) -> None:
+def test_from_end_to_end(tmp_path: Path, pictures: None) -> None:
     """It learns, its measures are those of the engine, and its folder drafts at once, exactly."""
     target = tiny_target(tmp_path)
     config = parallel_config(tmp_path, target, tokens=40 * 64)

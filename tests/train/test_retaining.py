@@ -56,7 +56,7 @@ def retaining_config(folder: Path, target: Path, **changes: Any) -> TrainRetaini
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("query_aware", [False, True])
-def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
+def test_from_end_to_end(query_aware: bool, tmp_path: Path, pictures: None) -> None:
     """Heads get better, the target stays as it is, and what is left behind can be used at once."""
     target = wide_target(tmp_path)
     before = {path.name: path.read_bytes() for path in target.iterdir()}

@@ -26,7 +26,7 @@ from train_toys import losses, stop_at, target_config
 
 
 @pytest.mark.thorough
-def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
+def test_a_tiny_target_from_end_to_end(tmp_path: Path, pictures: None) -> None:
     config = target_config(tmp_path, tokens=40 * 128, note=("Stories, no licence needed",))
     summary = train_target(config, "sakiyomi train target --out x")
     assert summary["finished"]
@@ -58,7 +58,9 @@ def test_a_tokenizer_folder_has_to_be_there(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "none")
 
 
-def test_the_card_names_no_picture_that_was_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_card_names_no_picture_that_was_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pictures: None
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     summary = train_target(target_config(tmp_path, tokens=128))
     text = Path(summary["model"], "README.md").read_text(encoding="utf-8")

@@ -20,6 +20,12 @@ FAR = (1 << 18) + 7
 """The row that is asked first; larger windows count as none."""
 
 
+@functools.cache
+def _columns(device: torch.device) -> Tensor:
+    """All columns, made once: a far row is long."""
+    return torch.arange(FAR + 2, device=device)
+
+
 def window_of(function: Callable[..., Any]) -> int | None:
     """The window of a mask, as ``BatchPlan.visible`` takes it: negative for chunks; None: a mask of another kind.
 
@@ -27,24 +33,25 @@ def window_of(function: Callable[..., Any]) -> int | None:
         function: from batch, head, row and column, each a tensor, to whether the row sees the column.
     """
     zero = torch.tensor(0)
+    columns = _columns(zero.device)
 
-    @functools.cache  # a far row is long
+    @functools.cache
     def seen(row: int) -> Tensor:
-        found: Tensor = torch.as_tensor(function(zero, zero, torch.tensor(row), torch.arange(row + 2)))
+        found: Tensor = torch.as_tensor(function(zero, zero, torch.tensor(row), columns[: row + 2]))
         return found.expand(row + 2)
 
     def first(row: int) -> int:
-        columns = seen(row)
-        if not columns.any():
+        found = seen(row)
+        if not found.any():
             raise IndexError
-        return int(columns.byte().argmax())
+        return int(found.byte().argmax())
 
     try:
         end = first(FAR)
         size = end - first(end - 1) if end else 0
         rows = sorted({FAR, FAR - 1, max(end - 1, 0), end, 2 * size, size, 3})
         for window in (0, size, -size):
-            if all(torch.equal(seen(row), sees(row, torch.arange(row + 2), window)) for row in rows):
+            if all(torch.equal(seen(row), sees(row, columns[: row + 2], window)) for row in rows):
                 return window
     except (IndexError, RuntimeError, TypeError, ValueError):  # it looks up what belongs to a text
         pass
