@@ -2,10 +2,12 @@
 
     git worktree add ../before HEAD~1
     python benchmarks/kernel_builds.py ../before --rows 1 --rows 32 --rows 340
+    python benchmarks/kernel_builds.py ../before --kind int4 --kind Q4_K --width 768 --rows 1
 
 Speeds of tiles and memory change several times within minutes on a shared machine, and from process to process. Weights
 come from memory, not from a cache. Of each shape: the median of this checkout's time divided by the other's time just
-before or after it, and both medians in billions of operations a second. Ends with 1 if results are not the same bits.
+before or after it, both medians in billions of operations a second, and the bytes of weights read a second. Ends with 1
+if results are not the same bits.
 """
 
 from __future__ import annotations

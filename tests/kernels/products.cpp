@@ -15,7 +15,7 @@ float number() { return float(int(next() % 20001) - 10000) / 3000.0f; }
 
 template <typename T>
 void products(const Weight& w) {
-  for (int64_t rows : {1, 2, 3, 5, 60}) {
+  for (int64_t rows : {1, 2, 3, 4, 5, 60}) {
     std::vector<T> x(rows * w.in), y(rows * w.out);
     for (T& each : x) each = as<T>(number());
     void* to = y.data();

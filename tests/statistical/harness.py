@@ -162,13 +162,18 @@ def p_value(
             continue
         others = (*range(begin), *range(end, length))
         parts = (cells.reshape((vocab,) * length).sum(others).reshape(-1) for cells in (seen, expected_probs))
-        worst, runs = min(worst, _chi_square(*parts)), runs + 1
+        p = _chi_square(*parts)
+        if not np.isnan(p):  # else the run is nearly always the same
+            worst, runs = min(worst, p), runs + 1
+    assert runs, "one cell is no test"
     return min(1.0, worst * runs), distance
 
 
 def _chi_square(seen: NDArray[np.int64], expected_probs: NDArray[np.float64]) -> float:
     expected = expected_probs * int(seen.sum())
     small = expected < 5
+    if 0 < expected[small].sum() < 5 and not small.all():  # too few even together: the smallest other cell joins them
+        small |= expected <= expected[~small].min()
     observed_cells, expected_cells = seen[~small].astype(float), expected[~small]
     if small.any() and expected[small].sum() > 0:
         observed_cells = np.append(observed_cells, seen[small].sum())

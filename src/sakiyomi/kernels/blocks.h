@@ -439,11 +439,11 @@ APART void add_tiles(C codes, const BlockFormat& form, const uint8_t* at, const 
   for (int64_t b = 0; b < blocks; ++b) {
     Scales scales;
     scales.read(form, at);
+    if constexpr (R >= least_rows_of_codes) fetch_ahead(at, header);
     at += header;
     for (int64_t t = 0; t < tiles; ++t, at += C::tile_size) {
       codes.tile = at;
-      if constexpr (R >= least_rows_of_codes)
-        for (int64_t line = 0; line < C::tile_size; line += 64) fetch(at + bytes_ahead + line);
+      if constexpr (R >= least_rows_of_codes) fetch_ahead(at, C::tile_size);
       add_tile<R, group>(FreshCodes<C>{codes}, x, row, b * tiles + t, offset, scales.scale[t * groups], low ? scales.low[t * groups] : nullptr, sum);
     }
   }
@@ -477,10 +477,11 @@ void block_of_codes(C codes, const Weight& w, const GroupedBytes& x, Panel panel
     for (int64_t b = 0; b < blocks; ++b) {
       Scales scales;
       scales.read(form, at);
+      fetch_ahead(at, form.header());
       at += form.header();
-      for (int64_t t = 0; t < tiles; ++t, at += form.tile_size()) {
+      for (int64_t t = 0; t < tiles; ++t, at += C::tile_size) {
         codes.tile = at;
-        for (int64_t line = 0; line < form.tile_size(); line += 64) fetch(at + bytes_ahead + line);
+        fetch_ahead(at, C::tile_size);
         const float *by = scales.scale[t * groups], *lows = form.low ? scales.low[t * groups] : nullptr;
         with_ready(codes, count, [&](auto ready, auto R, int64_t r) {
           add_ready<R(), group>(ready, x, row + r, b * tiles + t, form.offset, by, lows, sum + r);
@@ -518,8 +519,7 @@ APART void add_groups(const uint8_t* data, const bf16* scales, const Bytes& x, i
   using C = Codes<4>;
   Sums<R, float> sum(sums);
   for (int64_t g = 0; g < x.in / group_length; ++g, data += C::tile_size, scales += block_width) {
-    if constexpr (R >= least_rows_of_codes)
-      for (int64_t line = 0; line < C::tile_size; line += 64) fetch(data + bytes_ahead + line);
+    if constexpr (R >= least_rows_of_codes) fetch_ahead(data, C::tile_size);
     const f16v by[2] = {load16(scales), load16(scales + 16)};
     add_group<R>(FreshCodes<C>{{data}}, x, row, g, by, sum);
   }
@@ -534,12 +534,15 @@ void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t
   const bf16* scales = w.scales + first * groups;
   in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
     f16v sum[strip_rows][2] = {};
-    if (!many) in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { add_groups<R()>(data, scales, x, row + r, sum + r); });
-    for (int64_t g = 0; many && g < groups; ++g) {
-      const Codes<4> codes{data + g * Codes<4>::tile_size};
-      for (int64_t line = 0; line < codes.tile_size; line += 64) fetch(codes.tile + bytes_ahead + line);
-      const f16v by[2] = {load16(scales + g * block_width), load16(scales + g * block_width + 16)};
-      with_ready(codes, count, [&](auto ready, auto R, int64_t r) { add_ready<R()>(ready, x, row + r, g, by, sum + r); });
+    if (!many) {
+      in_lines<rows_of_halves>(count, [&](auto R, int64_t r) { add_groups<R()>(data, scales, x, row + r, sum + r); });
+    } else {
+      for (int64_t g = 0; g < groups; ++g) {
+        const Codes<4> codes{data + g * Codes<4>::tile_size};
+        fetch_ahead(codes.tile, codes.tile_size);
+        const f16v by[2] = {load16(scales + g * block_width), load16(scales + g * block_width + 16)};
+        with_ready(codes, count, [&](auto ready, auto R, int64_t r) { add_ready<R()>(ready, x, row + r, g, by, sum + r); });
+      }
     }
     for (int c = 0; c < 2; ++c) {
       const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);

@@ -22,8 +22,8 @@ FAR = (1 << 18) + 7
 
 @functools.cache
 def _columns(device: torch.device) -> Tensor:
-    """All columns, made once: a far row is long."""
-    return torch.arange(FAR + 2, device=device)
+    """All columns up to twice the largest window, made once: a far row is long."""
+    return torch.arange(2 * FAR + 2, device=device)
 
 
 def window_of(function: Callable[..., Any]) -> int | None:
@@ -48,9 +48,9 @@ def window_of(function: Callable[..., Any]) -> int | None:
 
     try:
         end = first(FAR)
-        size = end - first(end - 1) if end else 0
-        rows = sorted({FAR, FAR - 1, max(end - 1, 0), end, 2 * size, size, 3})
-        for window in (0, size, -size):
+        for window in (0, FAR + 1 - end, first(end - 1) - end if end else 0):
+            size = abs(window)
+            rows = sorted({FAR, FAR - 1, max(end - 1, 0), end, 2 * size, size, 3})
             if all(torch.equal(seen(row), sees(row, columns[: row + 2], window)) for row in rows):
                 return window
     except (IndexError, RuntimeError, TypeError, ValueError):  # it looks up what belongs to a text
