@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 NEW = 20
 
 
-@cache
 def wanted() -> list[list[int]]:
     return references("llama", PROMPTS, NEW)
 

@@ -30,7 +30,6 @@ TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 
 """One character a token, as many as the models know. Its end token is 1."""
 
 
-@cache
 def wanted(name: str) -> list[list[int]]:
     """transformers' continuation of each prompt, by token 1 not ended."""
     return references(name, PROMPTS, NEW)

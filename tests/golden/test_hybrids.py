@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ DENSE = ["lfm2", "qwen3_5", "falcon_h1", "mamba", "recurrent_gemma"]
 EXPERTS = ["lfm2_moe", "granitemoehybrid", "jamba", "kimi_linear"]
 
 
-@cache
 def wanted(name: str) -> list[list[int]]:
     return references(name, PROMPTS, NEW)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import pytest
@@ -30,7 +29,6 @@ PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 WITHOUT_EXPERTS = ["granite_swa", "bloom", "mpt", "falcon-alibi", "gemma3n", "gemma4", "minicpm3"]
 
 
-@cache
 def wanted(name: str) -> list[list[int]]:
     return references(name, PROMPTS, NEW)
 

@@ -32,7 +32,6 @@ PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 
 
-@cache
 def wanted(name: str) -> list[list[int]]:
     return references(name, PROMPTS, NEW)
 

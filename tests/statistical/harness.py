@@ -115,14 +115,12 @@ def generate(
     return tokens[1 : length + 1]
 
 
-def counts(
-    target: Table, propose: Propose, verifier: Verifier, length: int, samples: int = SAMPLES
-) -> NDArray[np.int64]:
-    """How often each text of ``length`` tokens came out of ``samples`` requests, (V ** length)."""
+def counts(target: Table, propose: Propose, verifier: Verifier, length: int) -> NDArray[np.int64]:
+    """How often each text of ``length`` tokens came out of ``SAMPLES`` requests, (V ** length)."""
     seen = np.zeros(V**length, dtype=np.int64)
     powers = [V ** (length - 1 - i) for i in range(length)]
     rows = rows_of(target)
-    for request in range(samples):
+    for request in range(SAMPLES):
         text = generate(rows, propose, verifier, length, RequestNoise(20_24, request))
         seen[sum(map(int.__mul__, text, powers))] += 1
     return seen
@@ -182,11 +180,9 @@ def _chi_square(seen: NDArray[np.int64], expected_probs: NDArray[np.float64]) ->
     return float(stats.chi2.sf(statistic, len(expected_cells) - 1))
 
 
-def run_rule(
-    name: str, tables: Pair, propose: Propose, verifier: Verifier, length: int, samples: int = SAMPLES
-) -> float:
+def run_rule(name: str, tables: Pair, propose: Propose, verifier: Verifier, length: int) -> float:
     """Run, print, and return the p-value."""
-    p, distance = p_value(counts(tables.target, propose, verifier, length, samples), exact(tables.target, length), V)
+    p, distance = p_value(counts(tables.target, propose, verifier, length), exact(tables.target, length), V)
     print(f"{name}: p = {p:.3g}, TV from target = {distance:.4f}, TV(target, draft) = {tables.distance:.3f}")
     return p
 

@@ -88,15 +88,15 @@ const int64_t bytes_ahead = (__builtin_cpu_init(), __builtin_cpu_is("intel")) ? 
 constexpr int least_rows = 1, least_rows_of_codes = 1;
 #endif
 
+// Fetches what lies as far behind `from` as the next so many bytes.
+inline void fetch_ahead(const void* from, int64_t bytes) {
+  for (int64_t line = 0; line < bytes; line += 64) fetch((const char*)from + bytes_ahead + line);
+}
+
 // Fetches two lines ahead, where rows do not fetch pieces.
 template <int R>
 inline void go_on(const void* weights) {
-  if constexpr (!pieces_ahead && R >= least_rows) fetch((const char*)weights + bytes_ahead), fetch((const char*)weights + bytes_ahead + 64);
-}
-
-// Fetches what lies as far behind `from` as the next so many bytes.
-inline void fetch_ahead(const uint8_t* from, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) fetch(from + bytes_ahead + line);
+  if constexpr (!pieces_ahead && R >= least_rows) fetch_ahead(weights, 128);
 }
 
 // `go_on` for a row or two where more of them fetch pieces.
@@ -105,7 +105,7 @@ struct Nearby {
   const void* weights;
   int64_t step;  // bytes
   void operator()() {
-    if constexpr (pieces_ahead && R < 3) fetch((const char*)weights + bytes_ahead), fetch((const char*)weights + bytes_ahead + 64);
+    if constexpr (pieces_ahead && R < 3) fetch_ahead(weights, 128);
     weights = (const char*)weights + step;
   }
 };
