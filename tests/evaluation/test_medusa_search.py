@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def heads(place: Path, tmp_path: Path) -> Path:
+    """Heads of the test's own: what it finds is kept in their folder."""
+    return Path(shutil.copytree(place / "heads", tmp_path / "heads"))
+
+
 def config_of(place: Path, **changes: Any) -> TuneConfig:
     given = {"heads": str(place / "heads"), "target": str(place / "tiny"), "valid": str(place / "valid.jsonl")}
     return TuneConfig(**(given | {"prompts": 3, "new_tokens": 24, "max_nodes": 7} | changes))
@@ -47,10 +54,10 @@ def config_of(place: Path, **changes: Any) -> TuneConfig:
 
 @pytest.mark.thorough
 @pytest.mark.alone
-def test_the_best_size_is_kept_beside_the_heads(place: Path) -> None:
-    (place / "heads" / FILE).write_text("{", encoding="utf-8")  # a damaged one of before is in nobody's way
-    found = tune(config_of(place))
-    tuned = read_tuned(place / "heads")
+def test_the_best_size_is_kept_beside_the_heads(place: Path, heads: Path) -> None:
+    (heads / FILE).write_text("{", encoding="utf-8")  # a damaged one of before is in nobody's way
+    found = tune(config_of(place, heads=str(heads)))
+    tuned = read_tuned(heads)
     assert tuned is not None
     rows = found["table"]
     assert rows[0]["nodes"] == 0
@@ -61,7 +68,6 @@ def test_the_best_size_is_kept_beside_the_heads(place: Path) -> None:
     assert found["measured"]["plain"]["tau"] == 1.0
     assert found["conditions"]["heads_ms"] > 0
     json.dumps(found)
-    (place / "heads" / FILE).unlink()
 
 
 def test_the_search_weighs_tau_against_rounds() -> None:
@@ -97,15 +103,14 @@ def test_what_cannot_be_tuned(changes: dict[str, Any], kind: type[Exception], wo
 
 @pytest.mark.thorough
 @pytest.mark.alone
-def test_the_commands(place: Path) -> None:
+def test_the_commands(place: Path, heads: Path) -> None:
     given = {name: value for name, value in dataclasses.asdict(config_of(place)).items() if value and name != "heads"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    arguments = ["tune", "medusa", str(place / "heads"), *flags, "--json"]
+    arguments = ["tune", "medusa", str(heads), *flags, "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "tokens_per_second" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["file"].endswith(FILE)
-    (place / "heads" / FILE).unlink()
     for name in ("heads", "own"):
         out = place / f"vllm-{name}"
         done = CliRunner().invoke(

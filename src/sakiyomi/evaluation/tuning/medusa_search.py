@@ -130,8 +130,8 @@ def search(ranks: Ranks, rounds: dict[int, float]) -> list[dict[str, Any]]:
     for paths, (heads, width, nodes) in trees.items():
         tau, expected = (ranks.replay(paths), expected_tree_tokens(levels, paths)) if paths else (1.0, 1.0)
         row: dict[str, Any] = {"heads": heads, "top_k": width, "nodes": nodes, "expected_tau": expected, "tau": tau}
-        rate = tau / rounds[nodes]
-        table.append(row | {"tokens_per_second": rate, "speedup": rate * rounds[0]})
+        rates = {"tokens_per_second": tau / rounds[nodes], "speedup": tau * (rounds[0] / rounds[nodes])}
+        table.append(row | rates)
     return sorted(table, key=lambda row: (row["heads"], row["top_k"], row["nodes"]))
 
 
