@@ -21,11 +21,13 @@
 
 namespace {
 
-constexpr int64_t tile_length = 32;  // inputs whose codes lie together
 constexpr int64_t most_groups = 16;  // of a block
 
-// Whether so many rows are faster by tiles, each of which takes as long as one of 16 rows.
-inline bool tiles_for_groups(int64_t rows) { return tiles_wanted && 3 * rows > 2 * ((rows + tile_rows - 1) / tile_rows * tile_rows) && granted(); }
+// Whether so many rows are faster by tiles, each of which takes as long as one of 16 rows; rows with a scale for each 32 inputs take longer.
+inline bool tiles_for_groups(int64_t rows, bool scaled) {
+  const int64_t all = (rows + tile_rows - 1) / tile_rows * tile_rows;
+  return tiles_wanted && (scaled ? rows >= 3 * tile_rows && 8 * rows > 7 * all : rows >= 2 * tile_rows && 3 * rows > 2 * all) && granted();
+}
 
 // Numbers for which codes stand, made positive by the format's offset.
 constexpr uint8_t iq4_table[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
@@ -241,32 +243,47 @@ inline void numbers_of_tile(const BlockFormat& form, C codes, const Scales& scal
     }
 }
 
-// Reads the blocks of 32 output channels one after the other, as numbers.
-class NumberReader {
- public:
-  NumberReader(const BlockFormat& form, const void* data, int64_t in, int64_t first)
-      : form_(form), at_((const uint8_t*)data + first / block_width * ((in + form.length - 1) / form.length) * form.size()) {}
+#if defined(TILES)
+// Codes as signed numbers, as tiles multiply them: [8][32 channels][4 inputs].
+template <typename C>
+inline void numbers_of(C codes, int offset, int8_t* to) {
+  for (int64_t k = 0; k < tile_length / 4; k += 2)
+    UNROLL for (int c = 0; c < 2 * native_parts; ++c)
+      store(to + 4 * k * block_width + c * native_bytes, codes(k + c / native_parts, c % native_parts) - uint8_t(offset));
+}
+#endif
 
-  // The next tile: [32 inputs][32 channels].
-  void next(float* to) {
-    if (!form_.scaled()) {
-      floats_of_tile(form_, at_, to);
-    } else {
-      if (left_ == 0) scales_.read(form_, at_), at_ += form_.header(), left_ = form_.length / tile_length;
-      const int64_t group = (form_.length / tile_length - left_--) * tile_length / form_.group;
-      with_codes(form_, [&](auto codes) {
-        codes.tile = at_, codes.numbers = form_.table;
-        numbers_of_tile(form_, codes, scales_, group, to);
-      });
+// Reads the blocks of 32 output channels, tile after tile.
+struct BlockReader {
+  const BlockFormat& form;
+  Scales scales;
+  int64_t group = 0;  // the tile's first one in `scales`
+
+  BlockReader(const BlockFormat& form, const void* data, int64_t in, int64_t first)
+      : form(form), at_((const uint8_t*)data + first / block_width * ((in + form.length - 1) / form.length) * form.size()) {}
+
+  const uint8_t* next() {
+    if (left_ == 0) {
+      if (form.scaled()) scales.read(form, at_);
+      at_ += form.header(), left_ = form.length / tile_length;
     }
-    at_ += form_.tile_size();
+    group = (form.length / tile_length - left_--) * tile_length / form.group;
+    return std::exchange(at_, at_ + form.tile_size());
+  }
+
+  // The next tile as numbers: [32 inputs][32 channels].
+  void next(float* to) {
+    const uint8_t* tile = next();
+    if (!form.scaled()) return floats_of_tile(form, tile, to);
+    with_codes(form, [&](auto codes) {
+      codes.tile = tile, codes.numbers = form.table;
+      numbers_of_tile(form, codes, scales, group, to);
+    });
   }
 
  private:
-  const BlockFormat& form_;
   const uint8_t* at_;
   int64_t left_ = 0;  // tiles of the block
-  Scales scales_;
 };
 
 // One block of output channels; rows of numbers.
@@ -279,7 +296,7 @@ void block_of_numbers(const Weight& w, const float* x, Panel panel, T* y, int64_
       const f16v bias = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, std::clamp<int64_t>(w.out - (first + 16 * c), 0, 16));
       for (int64_t r = 0; r < count; ++r) sum[r][c] = bias;
     }
-    NumberReader reader(*w.form, w.data, w.in, first);
+    BlockReader reader(*w.form, w.data, w.in, first);
     alignas(64) float wide[length * block_width];
     for (int64_t k = 0; k < w.in; k += length) {
       const int64_t some = std::min(length, w.in - k);
@@ -298,7 +315,7 @@ void look_up(const Weight& w, const int64_t* numbers, int64_t count, T* to) {
   parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
     float wide[tile_length * block_width];
     for (int64_t i = begin; i < end; ++i) {
-      NumberReader reader(*w.form, w.data, w.in, numbers[i] / block_width * block_width);
+      BlockReader reader(*w.form, w.data, w.in, numbers[i] / block_width * block_width);
       for (int64_t k = 0; k < w.in; k += tile_length) {
         reader.next(wide);
         float row[tile_length];
@@ -319,9 +336,6 @@ struct GroupedBytes {
   std::vector<int32_t> sums[2];  // [rows][in / 16], [rows][in / 32]: of the numbers
   std::vector<float> wholes[2];  // these, times their scale
   int64_t in;
-
-  // 16 rows from a multiple of 16 on, 32 inputs of each, one behind the other, where rows are `tiled`.
-  const int8_t* tile(int64_t row, int64_t place) const { return data.data() + (row * (in / tile_length) + place * tile_rows) * tile_length; }
 
   const int8_t* at(int64_t row, int64_t k) const { return data.data() + row * in + k; }
 };
@@ -356,8 +370,9 @@ template <typename T>
 void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& to) {
   const int64_t groups = in / group_length;
   to.in = in;
-  to.data.resize((rows + tile_rows - 1) / tile_rows * tile_rows * in), to.scale.resize(rows * groups);
-  for (int i = 0; i < 2; ++i) to.sums[i].resize(rows * groups * (2 - i)), to.wholes[i].resize(rows * groups * (2 - i));
+  const int64_t places = (rows + tile_rows - 1) / tile_rows * tile_rows * groups;
+  to.data.resize(places * group_length), to.scale.resize(places);
+  for (int i = 0; i < 2; ++i) to.sums[i].resize(places * (2 - i)), to.wholes[i].resize(places * (2 - i));
   parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * groups; i < end * groups; ++i) {
       const f16v a = load16(x + i * group_length), b = load16(x + i * group_length + 16);
@@ -368,8 +383,7 @@ void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& 
       to.scale[i] = scale;
       for (int h = 0; h < 2; ++h) to.sums[0][2 * i + h] = sums[h], to.wholes[0][2 * i + h] = float(sums[h]) * scale;
       to.sums[1][i] = sums[0] + sums[1], to.wholes[1][i] = float(sums[0] + sums[1]) * scale;
-      const int64_t row = i / groups, place = tiled ? (row / tile_rows * groups + i % groups) * tile_rows + row % tile_rows : i;
-      std::memcpy(to.data.data() + place * group_length, bytes, group_length);
+      std::memcpy(to.data.data() + (tiled ? tiled_place(i / groups, i % groups, groups) : i * group_length), bytes, group_length);
     }
   });
 }
@@ -450,13 +464,15 @@ APART void add_tiles(C codes, const BlockFormat& form, const uint8_t* at, const 
   sum.put(sums);
 }
 
-// Sums of rows and a block's channels, with the bias, as results.
+// Sums of rows and a block's channels, times the rows' scales, if they are given, with the bias, as results.
 template <typename T>
-inline void finish_rows(const Weight& w, const f16v sum[][2], int64_t row, int64_t count, T* y, int64_t first) {
-  for (int c = 0; c < 2; ++c) {
-    const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
-    const f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-    for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
+inline void finish_rows(const Weight& w, const f16v sum[][2], int64_t row, int64_t count, T* y, int64_t first, const float* scales = nullptr) {
+  const int64_t n = std::min(block_width, w.out - first);
+  f16v bias[2];
+  for (int c = 0; c < 2; ++c) bias[c] = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, std::clamp<int64_t>(n - 16 * c, 0, 16));
+  for (int64_t r = 0; r < count; ++r) {
+    auto number = [&](int c) { return (scales ? sum[r][c] * scales[row + r] : sum[r][c]) + bias[c]; };
+    put_block(y + (row + r) * w.out + first, number(0), number(1), n);
   }
 }
 
@@ -526,12 +542,122 @@ APART void add_groups(const uint8_t* data, const bf16* scales, const Bytes& x, i
   sum.put(sums);
 }
 
+#if defined(TILES)
+constexpr int64_t groups_at_once = 8;  // whose products wait to be added
+
+// Weights of some groups of inputs, as tiles multiply them, and their scales.
+struct alignas(64) ReadyGroups {
+  int8_t numbers[groups_at_once * tile_length * block_width];
+  f16v scale[groups_at_once][2], low[groups_at_once][2];
+};
+
+// Makes the tiles of a format ready.
+template <int group, typename C>
+struct GroupReader {
+  BlockReader blocks;
+
+  // The next tile, number t of these groups.
+  void next(int64_t t, ReadyGroups& to) {
+    constexpr int each = tile_length / group;
+    const uint8_t* tile = blocks.next();
+    fetch_ahead(tile, C::tile_size);
+    UNROLL for (int g = 0; g < each; ++g)
+      UNROLL for (int c = 0; c < 2; ++c) {
+        to.scale[t * each + g][c] = load16(blocks.scales.scale[blocks.group + g] + 16 * c);
+        if (blocks.form.low) to.low[t * each + g][c] = load16(blocks.scales.low[blocks.group + g] + 16 * c);
+      }
+    numbers_of(C{tile, blocks.form.table}, blocks.form.offset, to.numbers + t * tile_length * block_width);
+  }
+};
+
+// The same for weights in 4 bits with a scale for each 32.
+struct HalvesReader {
+  const uint8_t* data;
+  const bf16* scales;
+
+  void next(int64_t t, ReadyGroups& to) {
+    UNROLL for (int c = 0; c < 2; ++c) to.scale[t][c] = load16(scales + 16 * c);
+    numbers_of(Codes<4>{data}, 8, to.numbers + t * tile_length * block_width);
+    data += Codes<4>::tile_size, scales += block_width;
+  }
+};
+
+// What the groups of 16 rows are multiplied with, beside their weights' scales; null: nothing.
+struct RowScales {
+  const float *scale, *wholes;  // [rows][inputs / 32], [rows][groups]
+};
+
+// Adds what products of R rows and all groups give to the rows' sums, in the order of add_tile. `per_tile`: groups that share a row's scale;
+// 0: it has none here.
+template <int R, int per_tile>
+APART void add_parts(const i16v part[][tile_rows][2], const ReadyGroups& groups, int64_t count, const float* by, const float* wholes, int64_t stride,
+                     bool low, f16v sums[][2]) {
+  f16v sum[R][2];
+  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sums[r][0], sum[r][1] = sums[r][1];
+  for (int64_t g = 0; g < count; ++g)
+    UNROLL for (int c = 0; c < 2; ++c) {
+      const f16v scale = groups.scale[g][c];
+      if constexpr (per_tile == 0) {
+        UNROLL for (int r = 0; r < R; ++r) sum[r][c] += float_of(part[g][r][c]) * scale;
+      } else {
+        UNROLL for (int r = 0; r < R; ++r) sum[r][c] += float_of(part[g][r][c]) * (scale * by[r * stride + g / per_tile]);
+        if (!low) continue;
+        const f16v least = groups.low[g][c];
+        UNROLL for (int r = 0; r < R; ++r) sum[r][c] += least * wholes[r * stride * per_tile + g];
+      }
+    }
+  UNROLL for (int r = 0; r < R; ++r) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];
+}
+
+// One block of output channels and many rows by tiles: of some groups all products of 16 rows, which are then added up. `rows_at(row,
+// place)`: 16 rows from `row` on, 32 inputs of each. `finish(sums, first row, count)`.
+template <int group, int per_tile, typename M, typename X, typename F>
+void block_of_tiles(M make_reader, X rows_at, const RowScales& scales, bool low, int64_t in, int64_t rows, F finish) {
+  constexpr int64_t strip = 96, tiles = groups_at_once * group / tile_length;
+  ReadyGroups groups;
+  i16v part[groups_at_once][tile_rows][2];
+  f16v sum[strip][2];
+  const GroupTiles shape(group);
+  const int64_t all = in / tile_length;
+  for (int64_t row = 0; row < rows; row += strip) {
+    const int64_t count = std::min(strip, rows - row);
+    std::memset(sum, 0, sizeof sum);
+    auto reader = make_reader();
+    for (int64_t k = 0; k < all; k += tiles) {
+      const int64_t some = std::min(tiles, all - k), number = some * tile_length / group;
+      for (int64_t t = 0; t < some; ++t) reader.next(t, groups);
+      for (int64_t r = 0; r < count; r += tile_rows) {
+        const int8_t* x = rows_at(row + r, k);
+        for (int64_t g = 0; g < number; ++g)
+          group_products(g % 2, x + g * group / tile_length * tile_rows * tile_length + g * group % tile_length, tile_length,
+                         groups.numbers + g * group * block_width, part[g]);
+        for (int64_t i = 0; i < tile_rows; i += 4) {
+          const float* by = per_tile ? scales.scale + (row + r + i) * all + k : nullptr;
+          const float* wholes = per_tile ? scales.wholes + ((row + r + i) * all + k) * per_tile : nullptr;
+          add_parts<4, per_tile>((const i16v(*)[tile_rows][2])part[0][i], groups, number, by, wholes, all, low, sum + r + i);
+        }
+      }
+    }
+    finish(sum, row, count);
+  }
+}
+#endif
+
 // One block of output channels in 4 bits. Sums of 32 products are whole numbers, and those are added in order.
 template <typename T>
-void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
+void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first, [[maybe_unused]] bool tiled) {
   const int64_t groups = w.in / group_length;
   const uint8_t* data = (const uint8_t*)w.data + first * w.in / 2;
   const bf16* scales = w.scales + first * groups;
+#if defined(TILES)
+  if (tiled) {
+    auto reader = [&] { return HalvesReader{data, scales}; };
+    auto rows_at = [&](int64_t row, int64_t place) { return x.tiles.data() + tiled_place(row, place, groups); };
+    return block_of_tiles<group_length, 0>(reader, rows_at, {}, false, w.in, panel.end, [&](const f16v sum[][2], int64_t row, int64_t count) {
+      finish_rows(w, sum, row, count, y, first, x.scale.data());
+    });
+  }
+#endif
   in_strips<rows_of_halves>(panel, [&](int64_t row, int64_t count, bool many) {
     f16v sum[strip_rows][2] = {};
     if (!many) {
@@ -544,85 +670,24 @@ void block_of_halves(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t
         with_ready(codes, count, [&](auto ready, auto R, int64_t r) { add_ready<R()>(ready, x, row + r, g, by, sum + r); });
       }
     }
-    for (int c = 0; c < 2; ++c) {
-      const int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
-      const f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] * x.scale[row + r] + bias, n);
-    }
+    finish_rows(w, sum, row, count, y, first, x.scale.data());
   });
 }
-
-#if defined(TILES)
-// Adds the products of some groups to the sums of R rows, in the order of add_tile. `group`: of the rows' the first, of `groups` a tile.
-template <int R, int groups>
-APART void add_parts(const i16v part[][tile_rows][2], int64_t some, const GroupedBytes& x, int64_t row, int64_t group,
-                     const float scales[][block_width], const float lows[][block_width], f16v sums[][2]) {
-  const int64_t all = x.in / group_length;
-  const float* by = x.scale.data() + row * all + group / groups;
-  const float* wholes = x.wholes[2 - groups].data() + row * all * groups + group;
-  f16v sum[R][2];
-  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sums[r][0], sum[r][1] = sums[r][1];
-  for (int64_t g = 0; g < some; ++g)
-    UNROLL for (int c = 0; c < 2; ++c) {
-      const f16v scale = load16(scales[g] + 16 * c);
-      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += float_of(part[g][r][c]) * (scale * by[r * all + g / groups]);
-      if (!lows) continue;
-      const f16v low = load16(lows[g] + 16 * c);
-      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += low * wholes[r * all * groups + g];
-    }
-  UNROLL for (int r = 0; r < R; ++r) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];
-}
-
-// The same for many rows, by tiles: of up to 256 inputs all products of 16 rows, which are then added up row by row.
-template <int group, typename C, typename T>
-void block_of_tiles(C codes, const Weight& w, const GroupedBytes& x, int64_t rows, T* y, int64_t first) {
-  constexpr int64_t strip = 96, tiles = group == 32 ? 8 : 4, groups = tile_length / group;
-  static thread_local struct {
-    alignas(64) int8_t ready[tiles][tile_length * block_width];
-    alignas(64) f16v sum[strip][2];
-    alignas(64) i16v part[tiles * groups][tile_rows][2];
-  } held;
-  const BlockFormat& form = *w.form;
-  const GroupTiles shape(group);
-  const int64_t all = w.in / tile_length, each = form.length / tile_length;
-  codes.numbers = form.table;
-  for (int64_t row = 0; row < rows; row += strip) {
-    const int64_t count = std::min(strip, rows - row);
-    std::memset(held.sum, 0, sizeof held.sum);
-    const uint8_t* at = (const uint8_t*)w.data + first / block_width * (w.in / form.length) * form.size();
-    Scales scales;
-    for (int64_t k = 0; k < all; k += tiles) {
-      const int64_t some = std::min(tiles, all - k), place = each == 1 ? 0 : k % each * groups;  // of the first group's scales
-      for (int64_t t = 0; t < some; ++t, at += form.tile_size()) {
-        if ((k + t) % each == 0) scales.read(form, at, each == 1 ? t : 0), at += form.header();
-        codes.tile = at;
-        for (int64_t i = 0; i < tile_length / 4; i += 2)
-          UNROLL for (int c = 0; c < 2 * native_parts; ++c)
-            store(held.ready[t] + i * 4 * block_width + c * native_bytes, codes(i + c / native_parts, c % native_parts) - uint8_t(form.offset));
-      }
-      for (int64_t r = 0; r < count; r += tile_rows) {
-        for (int64_t t = 0; t < some; ++t)
-          UNROLL for (int h = 0; h < groups; ++h)
-            group_products((t * groups + h) % 2, x.tile(row + r, k + t) + h * group, tile_length, held.ready[t] + h * group * block_width,
-                           held.part[t * groups + h]);
-        in_groups<4>(std::min(tile_rows, count - r), [&](auto R, int64_t i) {
-          const auto* part = (const i16v(*)[tile_rows][2])held.part[0][i];
-          add_parts<R(), groups>(part, some * groups, x, row + r + i, k * groups, scales.scale + place, form.low ? scales.low + place : nullptr,
-                                 held.sum + r + i);
-        });
-      }
-    }
-    finish_rows(w, held.sum, row, count, y, first);
-  }
-}
-#endif
 
 template <typename T>
 void block_of_bytes(const Weight& w, const GroupedBytes& x, Panel panel, T* y, int64_t first, [[maybe_unused]] bool tiled) {
   with_codes(*w.form, [&]<int bits, bool table>(Codes<bits, table> codes) {
     constexpr int group = bits == 2 || bits == 3 || bits == 6 ? 16 : 32;
 #if defined(TILES)
-    if (tiled) return block_of_tiles<group>(codes, w, x, panel.end, y, first);
+    if (tiled) {
+      const int64_t all = w.in / tile_length;
+      auto reader = [&] { return GroupReader<group, Codes<bits, table>>{{*w.form, w.data, w.in, first}}; };
+      auto rows_at = [&](int64_t row, int64_t place) { return x.data.data() + tiled_place(row, place, all); };
+      const RowScales scales{x.scale.data(), x.wholes[group == 32].data()};
+      return block_of_tiles<group, tile_length / group>(reader, rows_at, scales, w.form->low, w.in, panel.end, [&](const f16v sum[][2], int64_t row, int64_t count) {
+        finish_rows(w, sum, row, count, y, first);
+      });
+    }
 #endif
     block_of_codes<group>(codes, w, x, panel, y, first);
   });

@@ -23,6 +23,7 @@ namespace {
 constexpr int64_t block_width = 32;   // output channels of a block
 
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
+constexpr int64_t tile_length = 32;   // inputs whose codes lie together
 constexpr int64_t pieces_of_work = 32;  // of a pass of many rows over a layer's weights, which threads share
 constexpr int64_t strip_rows = 48;     // rows of a strip
 // Of many rows so many bytes go through all blocks before the next ones do: they stay in the second-level cache meanwhile. It pays where
@@ -319,11 +320,17 @@ void block(const Weight& w, const X* x, Panel panel, T* y, int64_t first) {
   });
 }
 
+// Where 32 inputs of a row lie, of `all` times 32, so that those of 16 rows are one behind the other.
+inline int64_t tiled_place(int64_t row, int64_t place, int64_t all) {
+  return ((row / tile_rows * all + place) * tile_rows + row % tile_rows) * tile_length;
+}
+
 // Rows in 8 bits: what each is to be multiplied with, and its numbers.
 struct Bytes {
   std::vector<RowByte> data;  // [rows][in], `row_offset` added
   std::vector<float> scale;   // [rows]
   std::vector<int32_t> sums;  // [rows][in / 32]: of the numbers that meet weights of one scale; filled where weights have 4 bits
+  std::vector<int8_t> tiles;  // the numbers themselves, as tiles of groups read them; filled where these are used
   int64_t in;                 // a multiple of 4, zeros behind the row's own numbers
 
   const RowByte* at(int64_t row, int64_t k) const { return data.data() + row * in + k; }
@@ -472,13 +479,14 @@ inline void put_bytes(int8_t* to, f16v x) {
 }
 
 template <typename T>
-void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
+void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, bool tiled, Bytes& to) {
   const int64_t whole = in / 16 * 16;
   to.in = (in + 3) / 4 * 4;
   to.data.resize(rows * to.in);
   to.scale.resize(rows);
   const int64_t groups = summed ? in / group_length : 0;
   to.sums.resize(rows * groups);
+  if (tiled) to.tiles.resize((rows + tile_rows - 1) / tile_rows * tile_rows * in);
   parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     std::vector<int8_t> bytes(to.in);
     for (int64_t r = begin; r < end; ++r) {
@@ -503,6 +511,7 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
         int32_t sum = 0;
         for (int64_t i = g * group_length; i < (g + 1) * group_length; ++i) sum += bytes[i];
         to.sums[r * groups + g] = sum;
+        if (tiled) std::memcpy(to.tiles.data() + tiled_place(r, g, groups), bytes.data() + g * group_length, group_length);
       }
     }
   });

@@ -26,10 +26,10 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   const bool in_bytes = any([](const Weight* w) { return w->rounded(); });
   static thread_local GroupedBytes groups;
   const GroupedBytes* grouped = &groups;
-  const bool in_groups = any([](const Weight* w) { return w->grouped; });
-  const bool groups_tiled = in_groups && tiles_for_groups(rows);
+  const bool in_groups = any([](const Weight* w) { return w->grouped; }), in_halves = any([](const Weight* w) { return w->scales; });
+  const bool groups_tiled = (in_groups || in_halves) && tiles_for_groups(rows, in_groups);
   if (in_groups) to_grouped(x, rows, weights[0]->in, groups_tiled, groups);
-  if (in_bytes) to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scales != nullptr; }), bytes);
+  if (in_bytes) to_bytes(x, rows, weights[0]->in, in_halves, in_halves && groups_tiled, bytes);
   const bool tiled = tiles_fit(weights[0]->in);
 #if defined(BF16_PAIRS)
   constexpr bool bf16_pairs = true;
@@ -69,17 +69,17 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   };
   // Threads take some blocks at a time, so that none waits for one that other work holds up. With few rows these are neighbours, whose weights
   // are fetched ahead: at most `most`, a third (tiles) or a sixth of a thread's own. With many rows weights hardly count.
-  const bool by_tiles = tiled && !in_groups;
-  const int64_t few = by_tiles ? 128 : 16, most = by_tiles ? 8 : 4;
+  const bool by_tiles = tiled && !in_groups && !in_halves;
+  const int64_t few = by_tiles ? 128 : 16, most = by_tiles || in_halves ? 8 : 4;
   parallel_for(0, all, grain, [&](int64_t first_of_own, int64_t end_of_own) {
     const int64_t some = rows <= few ? std::min(most, (end_of_own - first_of_own) * most / 24) : blocks / pieces_of_work;
     const int64_t share = std::max(grain, some);
     int64_t t = 0, end = 0;
-    std::optional<Tiles> tiles;  // blocks of GGUF files have others
+    std::optional<Tiles> tiles;  // those of groups are others
     if (by_tiles) tiles.emplace(std::min(rows, tile_rows));
     auto through = [&](const Weight& w, const auto& given, auto* y, int64_t first) {
       std::optional<Tiles> own;
-      if (in_groups) own.emplace(std::min(rows, tile_rows));
+      if (!by_tiles) own.emplace(std::min(rows, tile_rows));
       block_of_tiles(w, given, rows, y, first, t + 1 < end ? weights_at(t + 1) : nullptr);
     };
     for (;; ++t) {
@@ -96,7 +96,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
       else if (w.form)
         block_of_numbers(w, numbers, panel, y, first);
       else if (w.scales)
-        block_of_halves(w, *rounded, panel, y, first);
+        block_of_halves(w, *rounded, panel, y, first, groups_tiled);
       else if (w.scale && tiled)
         through(w, *rounded, y, first);
       else if (w.scale)

@@ -137,7 +137,7 @@ inline int self_test() {
     for (int64_t bits : {16, 8, 4})
       if (fails(multiplies<float>(rows, bits)) || fails(multiplies<bf16>(rows, bits))) return check;
   for (const BlockFormat& form : block_formats)
-    for (int64_t rows : {1, 3, 50})
+    for (int64_t rows : {1, 3, 60})
       for (bool grouped : {false, true})
         if (form.scaled() && (fails(multiplies_blocks<float>(form, rows, grouped)) || fails(multiplies_blocks<bf16>(form, rows, grouped)))) return check;
   for (int64_t rows : {1, 20})
