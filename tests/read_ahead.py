@@ -16,7 +16,7 @@ from sakiyomi import LLM, Draft, SamplingParams
 from sakiyomi.drafters.base import Context, Drafter
 from toys import character_tokenizer, tiny_llama
 
-NEW = 24
+NEW = 16
 PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(70, 3)]
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 Guess = Callable[[list[int], int], list[int]]
@@ -52,6 +52,16 @@ def drafted(llm: LLM, **values: Any) -> list[tuple[list[int], list[int]]]:
         for tokens, one in zip(PROMPTS, out, strict=True)
         for entry in one.rounds_trace or []
         if entry.tokens
+    ]
+
+
+def dealt(names: Sequence[str], sizes: Sequence[dict[str, Any]]) -> list[Any]:
+    """The first of the drafts with every size, the others with every second one."""
+    return [
+        pytest.param(name, size, id=f"{name}-{size}")
+        for row, name in enumerate(names)
+        for column, size in enumerate(sizes)
+        if not row or (row + column) % 2
     ]
 
 

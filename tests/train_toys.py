@@ -86,6 +86,11 @@ def tiny_gpt2(folder: Path) -> Path:
     return folder / "gpt2"
 
 
+def draw_nothing(patch: pytest.MonkeyPatch) -> None:
+    """As without matplotlib: drawing takes longer than training."""
+    patch.setattr("sakiyomi.train.plot._panels", lambda *widths: (None, []))
+
+
 def question_file(path: Path, count: int = 40, seed: int = 0, **more: str) -> Path:
     """Stories, a question about each, and its answer."""
     lines = []

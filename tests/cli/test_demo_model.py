@@ -178,7 +178,7 @@ def test_bars_of_a_terminal_without_blocks(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [FOLDER, GGUF])
 def test_a_real_model_writes_the_same_text(name: str, short: None) -> None:
-    result = runner.invoke(app, ["demo", "--model", str(real(name)), "--max-new-tokens", "24", "--json"])
+    result = runner.invoke(app, ["demo", "--model", str(real(name)), "--max-new-tokens", "12", "--json"])
     assert result.exit_code == 0, result.output
     value = json.loads(result.stdout.splitlines()[-1])
     assert value["conditions"]["template"] == "chat"

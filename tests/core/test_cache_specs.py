@@ -6,7 +6,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -113,14 +112,11 @@ def test_what_means_something_is_not(given: tuple[str]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.alone
 def test_a_command_refuses_before_torch_is_imported(tmp_path: Path) -> None:
-    """A torch that says when it is imported stands in the way; the figure is of a process that is started."""
+    """A torch that says when it is imported stands in the way."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')", encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "sakiyomi", "generate", "A fox", "--cache"]
-    began = time.perf_counter()
     for spec, words in (("h2oo", "h2oo"), ("h2o[sinks=x]", "sinks='x'"), ("h2o", "without a budget")):
         done = subprocess.run([*command, spec], env=environment, capture_output=True, encoding="utf-8", check=False)
         assert done.returncode == 2 and words in done.stderr and "torch was imported" not in done.stderr
-    print(f"{(time.perf_counter() - began) / 3:.2f} s each")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from real_tokenizers import NAMES, examples, real_tokenizer
 from sakiyomi.core.text import TextStream
 
-CUTS = 200
+CUTS = 100
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 TEXTS = (
     "Once upon a time, in  a\n\n\n wood ... \t\n  she said: “I don't know!” (12345)",

@@ -131,7 +131,9 @@ def in_pieces(pair: tuple[str, str], config: AuditConfig) -> AuditReport:
 @pytest.mark.thorough
 def test_pieces_make_the_whole(models: Path) -> None:
     """Whoever does them; what is compared in a batch is one of as many texts as a piece has."""
-    config = replace(SMALL, sampled=True, samples=500, texts=2, verifiers=("ratio", "block"))
+    config = replace(
+        SMALL, max_new_tokens=8, gammas=(2,), sampled=True, samples=200, texts=2, verifiers=("ratio", "block")
+    )
     pair = str(models / "target"), f"model:{models / 'near'}"
     whole, pieces = audit(*pair, prompts=PROMPTS, config=config, options=EAGER), in_pieces(pair, config)
     assert pieces.prompts == whole.prompts and pieces.noise == whole.noise and pieces.reference == whole.reference

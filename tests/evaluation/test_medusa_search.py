@@ -53,7 +53,6 @@ def config_of(place: Path, **changes: Any) -> TuneConfig:
 
 
 @pytest.mark.thorough
-@pytest.mark.alone
 def test_the_best_size_is_kept_beside_the_heads(place: Path, heads: Path) -> None:
     (heads / FILE).write_text("{", encoding="utf-8")  # a damaged one of before is in nobody's way
     found = tune(config_of(place, heads=str(heads)))
@@ -102,7 +101,6 @@ def test_what_cannot_be_tuned(changes: dict[str, Any], kind: type[Exception], wo
 
 
 @pytest.mark.thorough
-@pytest.mark.alone
 def test_the_commands(place: Path, heads: Path) -> None:
     given = {name: value for name, value in dataclasses.asdict(config_of(place)).items() if value and name != "heads"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
@@ -133,7 +131,6 @@ def test_the_commands(place: Path, heads: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.alone
 def test_bench_rows(place: Path) -> None:
     config = BenchConfig(
         target=str(place / "tiny"),

@@ -17,7 +17,7 @@ from sakiyomi.drafters.assistant import AssistantModel
 from sakiyomi.kernels.build import native
 from toys import tiny_llama
 
-NEW = 20
+NEW = 16
 SIZES: list[dict[str, Any]] = [
     {"gamma": 4, "tree": "best-first", "nodes": 12},
     {"gamma": 3, "tree": "static", "nodes": 9},
@@ -38,6 +38,11 @@ def assistant(centroids: int = 0) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return assistant_folder(tmp_path_factory.mktemp("assistant"), assistant())
+
+
+@pytest.fixture(scope="module")
+def rounds(folder: Path) -> list[tuple[list[int], list[int]]]:
+    return drafted(llm_over(target(), f"assistant:{folder}"), max_new_tokens=NEW)
 
 
 def expected(**wrong: Any) -> Guess:
@@ -74,17 +79,16 @@ def test_logits_are_those_of_the_class(centroids: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_guesses_are_those_of_the_class(folder: Path) -> None:
-    done = drafted(llm_over(target(), f"assistant:{folder}"), max_new_tokens=NEW)
-    assert len(done) > NEW
-    assert not others(done, expected())
+def test_guesses_are_those_of_the_class(rounds: list[tuple[list[int], list[int]]]) -> None:
+    assert len(rounds) > NEW
+    assert not others(rounds, expected())
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("wrong", ["moved", "further", "plain", "raw", "own", "narrow"])
-def test_what_is_misread_easily_is_noticed(wrong: str, folder: Path) -> None:
+def test_what_is_misread_easily_is_noticed(wrong: str, rounds: list[tuple[list[int], list[int]]]) -> None:
     """Positions, the embedding's scale, hidden states and columns that are others give other guesses."""
-    done = drafted(llm_over(target(), f"assistant:{folder}"), max_new_tokens=NEW)
+    done = rounds[::2]
     assert others(done, expected(**{wrong: True})) > len(done) / 4
 
 

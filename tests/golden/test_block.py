@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -23,6 +24,7 @@ from read_ahead import (
     as_pickle,
     check_conversations,
     check_trees,
+    dealt,
     deep_target,
     drafted,
     llm_over,
@@ -77,6 +79,17 @@ def rounds(folder: Path, **options: Any) -> list[tuple[list[int], list[int]]]:
     return drafted(llm_of(f"block:{folder}", **options))
 
 
+@cache
+def rounds_of(name: str, write: Callable[..., Path]) -> list[tuple[list[int], list[int]]]:
+    return rounds(write(Path(tempfile.mkdtemp()), block(name)))
+
+
+@cache
+def tree_llm(name: str) -> LLM:
+    write = deepspec_folder if name == "rnn" else speculators_folder
+    return llm_of(f"block:{write(Path(tempfile.mkdtemp()), block(name))}")
+
+
 def expected(name: str, **wrong: Any) -> Guess:
     """What the method guesses; ``wrong``: misread so."""
     return lambda text, count: guessed(deep_target(), block(name), text, count, **wrong)
@@ -94,8 +107,8 @@ def expected(name: str, **wrong: Any) -> Guess:
         ),
     ],
 )
-def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], tmp_path: Path) -> None:
-    done = rounds(write(tmp_path / "block", block(name)))
+def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path]) -> None:
+    done = rounds_of(name, write)
     assert len(done) > NEW
     assert not others(done, expected(name))
 
@@ -112,20 +125,18 @@ def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], 
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any]) -> None:
     """Other layers, another order, other rows, norms or masks give other guesses: the comparison above can fail."""
     write = {"plain": dflash_folder, "causal": dflash_folder, "second": speculators_folder}.get(name, deepspec_folder)
-    done = rounds(write(tmp_path, block(name)))
+    done = rounds_of(name, write)[::4]
     assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "rnn", "some tokens", "second"])
-def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "size"), dealt(["second", "rnn", "some tokens", "plain"], SIZES))
+def test_trees(name: str, size: dict[str, Any]) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
-    llm = llm_of(f"block:{(deepspec_folder if name == 'rnn' else speculators_folder)(tmp_path, block(name))}")
-    check_trees(llm, deep_target(), size)
+    check_trees(tree_llm(name), deep_target(), size)
 
 
 @pytest.mark.few(1)

@@ -153,11 +153,12 @@ def test_replies_where_pairs_are_evicted(drafts: dict[str, str], kept: str) -> N
     """Boundaries, and what a prompt's rows look at, are those of a fresh request."""
     options: dict[str, Any] = {"cache": kept} | ({"kv_budget": 24} if not kept.startswith(("quant", "minf")) else {})
     fresh, full = llm_with("none", **options), llm_with("none")
-    for draft in ("none", "near"):
-        done = turns(llm_with(drafts[draft], **options), GREEDY)
-        for tokens, out in done:
-            assert out.token_ids == fresh.generate([tokens], GREEDY)[0].token_ids
-        assert any(out.token_ids != full.generate([tokens], GREEDY)[0].token_ids for tokens, out in done)
+    plain, near = (turns(llm_with(drafts[draft], **options), GREEDY) for draft in ("none", "near"))
+    for (tokens, out), (again, other) in zip(plain, near, strict=True):
+        assert out.token_ids == other.token_ids == fresh.generate([tokens], GREEDY)[0].token_ids
+        assert tokens == again
+    assert any(out.token_ids != full.generate([tokens], GREEDY)[0].token_ids for tokens, out in plain)
+    for done in (plain, near):
         reused = [out.stats.reused for _, out in done]
         assert all(count % CHUNK == 0 for count in reused) and sum(reused) >= 64
         assert kept != KEPT[-2] or reused == [0, 32, 64, 48, 48, 0, 0], "where nothing is dropped, any chunk serves"

@@ -7,6 +7,7 @@ text arrives as the target's own tokens: were they cut otherwise, they would be 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ TOKENIZERS = {
     "word pieces": word_piece_tokenizer,
 }
 PROMPTS = ["a", "abc xyz.", "the fox あい😀 abc", "abc\n\nabc山"]
-NEW = 24
+NEW = 16
 VOCAB = 320
 
 
@@ -73,13 +74,22 @@ def drafting(target: str, draft: str) -> LLM:
     return LLM(pair(target, 0), draft, compile=False)
 
 
+SAID = ("max_new_tokens", "ignore_eos", "temperature", "top_p", "seed")
+"""What is asked of a text, and not of drafts."""
+
+
+@cache
+def undrafted(target: str, params: SamplingParams) -> list[Any]:
+    return [*plain(target).generate(prompts_of(plain(target)), params)]
+
+
 def both(target: str, draft: str, params: SamplingParams) -> tuple[list[Any], list[Any], LLM]:
     """With a draft and without."""
-    alone = plain(target)
     llm = drafting(target, draft)
-    done, wanted = ([*one.generate(prompts_of(alone), params)] for one in (llm, alone))
+    done = [*llm.generate(prompts_of(llm), params)]
     assert not llm.engine._speculation.broken, "the drafter raised"
-    return done, wanted, llm
+    alike = replace(SamplingParams(), **{name: getattr(params, name) for name in SAID})
+    return done, undrafted(target, alike), llm
 
 
 def dealt(sizes: Sequence[Any]) -> list[Any]:

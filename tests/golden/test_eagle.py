@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -25,6 +26,7 @@ from read_ahead import (
     as_pickle,
     check_conversations,
     check_trees,
+    dealt,
     deep_target,
     drafted,
     llm_over,
@@ -85,6 +87,16 @@ def _folder(place: Path, name: str) -> Path:
     return (first_folder if head(name).options.first else speculators_folder)(place, head(name))
 
 
+@cache
+def rounds_of(name: str, write: Callable[..., Path]) -> list[tuple[list[int], list[int]]]:
+    return rounds(write(Path(tempfile.mkdtemp()), head(name)))
+
+
+@cache
+def tree_llm(name: str) -> LLM:
+    return llm_of(f"eagle:{_folder(Path(tempfile.mkdtemp()), name)}")
+
+
 def expected(name: str, **wrong: Any) -> Guess:
     """What the method guesses; ``wrong``: misread so."""
     return lambda text, count: guessed(deep_target(), head(name), text, count, **wrong)
@@ -98,8 +110,8 @@ def expected(name: str, **wrong: Any) -> Guess:
         *((name, original_folder) for name in ("plain", "some tokens", "parallel")),
     ],
 )
-def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path], tmp_path: Path) -> None:
-    done = rounds(write(tmp_path / "head", head(name)))
+def test_guesses_are_those_of_the_method(name: str, write: Callable[..., Path]) -> None:
+    done = rounds_of(name, write)
     assert len(done) > NEW
     assert not others(done, expected(name))
 
@@ -149,15 +161,15 @@ def test_kernels_grow_the_trees_of_python(
     ],
     ids=str,
 )
-def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_misread_easily_is_noticed(name: str, wrong: dict[str, Any]) -> None:
     """Another feature, other layers or another order give other guesses: the comparison above can fail."""
-    done = rounds(_folder(tmp_path, name))
+    done = rounds_of(name, first_folder if name == "first" else speculators_folder)[::4]
     assert others(done, expected(name, **wrong)) > len(done) / 2
 
 
 @pytest.mark.thorough
-def test_offsets_are_no_tokens(tmp_path: Path) -> None:
-    done = rounds(speculators_folder(tmp_path, head("some tokens")))
+def test_offsets_are_no_tokens() -> None:
+    done = rounds_of("some tokens", speculators_folder)[::4]
     tokens = head("some tokens").tokens
     assert tokens is not None
     assert {token for _, chain in done for token in chain} <= set(tokens.tolist())
@@ -166,12 +178,10 @@ def test_offsets_are_no_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("name", ["plain", "some tokens", "parallel", "first"])
-def test_trees(name: str, size: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "size"), dealt(["plain", "some tokens", "parallel", "first"], SIZES))
+def test_trees(name: str, size: dict[str, Any]) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
-    llm = llm_of(f"eagle:{_folder(tmp_path, name)}")
-    check_trees(llm, deep_target(), size)
+    check_trees(tree_llm(name), deep_target(), size)
 
 
 @pytest.mark.few(1)

@@ -100,11 +100,12 @@ _plain: dict[str, list[list[int]]] = {}
 
 
 def plain(folder: Path, values: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
-    """Nothing drafted: of each prompt alone, or of all with these values (a seed gives each its own numbers)."""
+    """Nothing drafted: of each prompt alone, or of all with these values (a seed gives each its own) or options."""
     key = repr((folder, values, options))
     if key not in _plain:
         llm = LLM(str(folder / "target.gguf"), "none", **({"compile": False} | options))
-        alone = [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS] if values is None else None
+        by_itself = values is None and not options
+        alone = [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS] if by_itself else None
         _plain[key] = alone or texts(llm, **(values or {}))
     return _plain[key]
 

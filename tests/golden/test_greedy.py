@@ -22,7 +22,7 @@ from sakiyomi import LLM, Generation, SamplingParams
 from text_drafters import KINDS, Wide, text_drafter
 from toys import character_tokenizer, save_model
 
-NEW = 24
+NEW = 16
 PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 """Ragged, and longer than the sliding windows sooner or later."""
 
@@ -313,7 +313,7 @@ def test_the_context_ends_a_text(skill: str) -> None:
     draft = "none" if skill == "none" else drafter_of("llama", skill)
     llm = LLM((model_of("llama"), TOKENIZER), draft, compile=False, max_context=24)
     done = generate(llm, PROMPTS, params(gamma=5, max_new_tokens=200))
-    for out, tokens, text in zip(done, PROMPTS, wanted("llama"), strict=True):
+    for out, tokens, text in zip(done, PROMPTS, references("llama", PROMPTS, 24), strict=True):
         assert out.token_ids == text[: 24 - len(tokens)]
         assert out.finish_reason == "length"
 

@@ -23,7 +23,7 @@ from sakiyomi.model_executor.structural_copy import structural_copy
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
-NEW = 24
+NEW = 16
 PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 """Longer than windows and chunks, or so in the end."""
 WITHOUT_EXPERTS = ["granite_swa", "bloom", "mpt", "falcon-alibi", "gemma3n", "gemma4", "minicpm3"]
@@ -47,7 +47,7 @@ def check(llm: LLM, name: str) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks", "traced"])
+@pytest.mark.parametrize("how", ["chain", "tree", "chunks", "traced"])
 @pytest.mark.parametrize("name", KINDS)
 def test_greedy_text(name: str, how: str) -> None:
     draft = drafter(name, Scripted if how == "chain" else Branching) if how in ("chain", "tree") else "none"

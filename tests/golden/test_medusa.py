@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from architectures import ALL, VOCAB, greedy, model_of, references, settled
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
+from read_ahead import dealt
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
 from sakiyomi.core.tree import TokenTree
 from sakiyomi.drafters.base import HiddenStates
@@ -29,7 +30,7 @@ from sakiyomi.model_executor.features import HEAD
 from text_drafters import context
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
-NEW = 24
+NEW = 16
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 BRANCHING: list[dict[str, Any]] = [
     {"gamma": 3},
@@ -77,8 +78,7 @@ def texts(name: str) -> tuple[list[list[int]], list[list[int]]]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("size", BRANCHING, ids=str)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "falcon"])
+@pytest.mark.parametrize(("name", "size"), dealt(["llama", "gpt2", "gemma2", "falcon"], BRANCHING))
 def test_trees(name: str, size: dict[str, Any], folders: dict[str, Path]) -> None:
     """Greedy as transformers has it, sampled as without a draft."""
     llm = llm_of(f"medusa:{folders[name]}", name)

@@ -23,7 +23,7 @@ from sakiyomi.model_executor.own_forward import OwnForward, TextReader
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
-NEW = 20
+NEW = 16
 PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 
 
@@ -67,7 +67,7 @@ def texts(llm: LLM, chosen: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("how", ["plain", "chain", "tree", "chunks"])
+@pytest.mark.parametrize("how", ["chain", "tree", "chunks"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_greedy_text(name: str, how: str) -> None:
     kind = {"chain": Scripted, "tree": Branching}.get(how)

@@ -27,7 +27,7 @@ from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
-NEW = 40
+NEW = 24
 PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 

@@ -10,7 +10,6 @@ import mmap
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from sakiyomi.model_executor.gguf.export import write_gguf
 from sakiyomi.model_executor.loading import offload
 from sakiyomi.model_executor.loading.packed_stream import PackedStream
 from toys import save_model, tiny_llama, tiny_tokenizer
+from warm import warm
 
 pytestmark = [
     pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here"),
@@ -199,7 +199,7 @@ def test_peak_memory_of_a_process(tmp_path: Path) -> None:
     assert size > 50e6
 
     def run(how: str) -> tuple[str, int]:
-        program = [sys.executable, "-c", CHILD, small, large, how]
+        program = [*warm(), "-c", CHILD, small, large, how]
         found = subprocess.run(program, capture_output=True, text=True, encoding="utf-8", check=True).stdout
         text, _, peak = found.strip().rpartition(" ")
         return text, int(peak)

@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from server_toys import bombs, running, toy_llm, web
 
-HOW: dict[str, Any] = {"max_examples": 15, "deadline": None, "derandomize": True, "database": None}
+HOW: dict[str, Any] = {"max_examples": 10, "deadline": None, "derandomize": True, "database": None}
 HOW["suppress_health_check"] = [*HealthCheck]
 
 LENGTHS = {
@@ -84,7 +84,7 @@ def test_every_body_with_a_bomb_in_it_is_served_or_refused() -> None:
                 continue
 
             @given(case=operation.as_strategy(generation_mode=GenerationMode.POSITIVE), harm=st.sampled_from([*HARM]))
-            @settings(**(HOW | {"max_examples": 8}))
+            @settings(**(HOW | {"max_examples": 5}))
             def holds(case: Case, harm: str) -> None:
                 # What is refused before the grammar is read is another test's matter.
                 body: Any = {name: value for name, value in case.body.items() if name in KEPT}

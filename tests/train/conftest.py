@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from train_toys import draw_nothing
+
 
 @pytest.fixture(autouse=True)
 def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,9 +18,9 @@ def short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def few_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As without matplotlib, unless a test asks for ``pictures``: drawing takes longer than training."""
+    """None, unless a test asks for ``pictures``."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("sakiyomi.train.plot._panels", lambda *widths: (None, []))
+        draw_nothing(monkeypatch)
 
 
 @pytest.fixture

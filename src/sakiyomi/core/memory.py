@@ -178,11 +178,11 @@ def _group_headroom() -> int | None:
 def _headroom(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
     try:
         limit = int((group / limit_name).read_text(encoding="utf-8"))
+        if limit >= 1 << 60:  # version 1 says "no limit" with a number near 2^63
+            return None
         usage = int((group / usage_name).read_text(encoding="utf-8"))
         statistics = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):  # no such group, or the limit is "max"
         return None
-    # Version 1 says "no limit" with a number near 2^63. File pages not in use are given back under pressure.
-    if limit >= 1 << 60:
-        return None
+    # File pages not in use are given back under pressure.
     return max(limit - usage + int(statistics.get(cache_name, 0)), 0)
