@@ -15,7 +15,7 @@ from toys import character_tokenizer
 
 VOCAB = 60
 MELS, FRAMES = 16, 100
-NEW = 16
+NEW = 24
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 """One character a token; 0 is unknown, 1 the end."""
 
