@@ -68,7 +68,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
     return w.form || w.scales ? nullptr : (const char*)w.data + channel_of(place, i) * (w.scale ? rounded->in : w.in * sizeof(T));
   };
   // Threads take some blocks at a time, so that none waits for one that other work holds up. With few rows these are neighbours, whose weights
-  // are fetched ahead: at most `most`, a third (tiles) or a sixth of a thread's own. With many rows weights hardly count.
+  // are fetched ahead: at most `most`, a third (tiles, 4 bits) or a sixth of a thread's own. With many rows weights hardly count.
   const bool by_tiles = tiled && !in_groups && !in_halves;
   const int64_t few = by_tiles ? 128 : 16, most = by_tiles || in_halves ? 8 : 4;
   parallel_for(0, all, grain, [&](int64_t first_of_own, int64_t end_of_own) {
