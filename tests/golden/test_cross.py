@@ -74,8 +74,8 @@ def drafting(target: str, draft: str) -> LLM:
     return LLM(pair(target, 0), draft, compile=False)
 
 
-SAID = ("max_new_tokens", "ignore_eos", "temperature", "top_p", "seed")
-"""What is asked of a text, and not of drafts."""
+OF_DRAFTS = {name: getattr(SamplingParams(), name) for name in ("gamma", "tree", "nodes")}
+"""Without these the same is asked of a text."""
 
 
 @cache
@@ -88,8 +88,7 @@ def both(target: str, draft: str, params: SamplingParams) -> tuple[list[Any], li
     llm = drafting(target, draft)
     done = [*llm.generate(prompts_of(llm), params)]
     assert not llm.engine._speculation.broken, "the drafter raised"
-    alike = replace(SamplingParams(), **{name: getattr(params, name) for name in SAID})
-    return done, undrafted(target, alike), llm
+    return done, undrafted(target, replace(params, **OF_DRAFTS)), llm
 
 
 def dealt(sizes: Sequence[Any]) -> list[Any]:

@@ -78,10 +78,9 @@ def logits(runner: ModelRunner) -> list[torch.Tensor]:
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_equal_to_the_last_bit(name: str, tmp_path: Path) -> None:
-    """Half of the models in one dtype, half in the other: what is recorded are the steps."""
-    dtype = ("float32", "bfloat16")[sorted(CONFIGS).index(name) % 2]
+def test_equal_to_the_last_bit(name: str, dtype: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / name, model_of(name), character_tokenizer())
     own = LLM(folder, "none", dtype=dtype)
     own.record()

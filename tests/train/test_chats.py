@@ -112,7 +112,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["draft", "eagle"])
+@pytest.mark.parametrize("name", ["draft", "eagle", "block", "mtp"])
 def test_prompts_in_all_forms(name: str, tmp_path: Path) -> None:
     """ShareGPT, messages, turns (the first one), instructions: each is asked through the template."""
     target, path = templated_target(tmp_path), tmp_path / "asked.jsonl"
