@@ -25,7 +25,7 @@ constexpr int64_t most_groups = 16;  // of a block
 
 // Whether so many rows are faster by tiles, each of which takes as long as one of 16 rows; rows with a scale for each 32 inputs take longer.
 inline bool tiles_for_groups(int64_t rows, bool scaled) {
-  const int64_t all = (rows + tile_rows - 1) / tile_rows * tile_rows;
+  const int64_t all = whole_tiles(rows);
   return tiles_wanted && (scaled ? rows >= 3 * tile_rows && 8 * rows > 7 * all : rows >= 2 * tile_rows && 3 * rows > 2 * all) && granted();
 }
 
@@ -116,8 +116,8 @@ inline f16v signed_of(b16i bytes) {
 struct alignas(64) Scales {
   float scale[most_groups][block_width], low[most_groups][block_width];
 
-  // From the header of a block; where it is the group, to this one's place.
-  void read(const BlockFormat& form, const uint8_t* from, int64_t place = 0) {
+  // From the header of a block.
+  void read(const BlockFormat& form, const uint8_t* from) {
     const int64_t groups = form.groups();
     const int8_t* factors = (const int8_t*)from + (form.low ? 128 : 64);
     for (int c = 0; c < 2; ++c) {
@@ -125,7 +125,7 @@ struct alignas(64) Scales {
       const f16v whole = form.type == mxfp4_type ? load16((const bf16*)halves) : load_halves(halves);
       const f16v least = form.low ? load_halves(halves + 32) : f16v{};
       if (!form.factors) {
-        store16(scale[place] + 16 * c, whole), store16(low[place] + 16 * c, least);
+        store16(scale[0] + 16 * c, whole), store16(low[0] + 16 * c, least);
         continue;
       }
       for (int64_t g = 0; g < groups; ++g) {
@@ -370,7 +370,7 @@ template <typename T>
 void to_grouped(const T* x, int64_t rows, int64_t in, bool tiled, GroupedBytes& to) {
   const int64_t groups = in / group_length;
   to.in = in;
-  const int64_t places = (rows + tile_rows - 1) / tile_rows * tile_rows * groups;
+  const int64_t places = whole_tiles(rows) * groups;
   to.data.resize(places * group_length), to.scale.resize(places);
   for (int i = 0; i < 2; ++i) to.sums[i].resize(places * (2 - i)), to.wholes[i].resize(places * (2 - i));
   parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {

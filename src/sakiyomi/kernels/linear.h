@@ -486,7 +486,7 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, bool tiled, Byt
   to.scale.resize(rows);
   const int64_t groups = summed ? in / group_length : 0;
   to.sums.resize(rows * groups);
-  if (tiled) to.tiles.resize((rows + tile_rows - 1) / tile_rows * tile_rows * in);
+  if (tiled) to.tiles.resize(whole_tiles(rows) * in);
   parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     std::vector<int8_t> bytes(to.in);
     for (int64_t r = begin; r < end; ++r) {

@@ -22,6 +22,9 @@ namespace {
 constexpr int64_t tile_bytes = 64;  // of a row of a tile: the inputs that one product takes
 constexpr int64_t tile_rows = 16;
 
+// So many rows, up to whole tiles.
+inline int64_t whole_tiles(int64_t rows) { return (rows + tile_rows - 1) / tile_rows * tile_rows; }
+
 #if defined(TILES)
 
 // The system keeps the tiles' registers for those who ask for them (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
