@@ -311,7 +311,7 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
     parallel_for(0, (int64_t)tasks.size(), grain, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         const auto& [segment, head, first, count] = tasks[t];
-        if (pieces_ahead && t + 1 < end && !tasks[t + 1].segment->prompt) fetch_pairs<T>(layer, *tasks[t + 1].segment, tasks[t + 1].head);
+        if (fetches_texts && t + 1 < end && !tasks[t + 1].segment->prompt) fetch_pairs<T>(layer, *tasks[t + 1].segment, tasks[t + 1].head);
         if (blocks && segment->prompt) attend_prompt(layer, *segment, head, group, first, count, qv, to, heads, scaling, softcap, window);
         else attend_group(paths, layer, *segment, head, group, qv, kv, vv, to, heads, scaling, softcap, window);
       }

@@ -13,6 +13,10 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(BF16_PAIRS)
+#include <cpuid.h>
+#endif
+
 #include "bytes.h"
 #include "tiles.h"
 #include "torch.h"
@@ -35,7 +39,7 @@ constexpr int64_t panel_bytes = 512 << 10;
 constexpr int64_t panel_bytes = 256 << 10;
 #endif
 #if defined(BF16_PAIRS)
-constexpr int64_t piece_length = 512;  // inputs of a piece
+constexpr int64_t piece_length = 256;  // inputs of a piece
 #else
 constexpr int64_t piece_length = 128;  // less where pieces are widened first
 #endif
@@ -48,22 +52,6 @@ constexpr int rows_at_once = 8, rows_of_halves = 4, rows_of_bytes = 8;
 constexpr int rows_at_once = 2, rows_of_halves = 2, rows_of_bytes = 3;
 #endif
 
-// Where so few rows go through a block at once that most of them read it from a near cache, the rows after the first read nothing from
-// memory: they fetch the next piece meanwhile, by a step of bytes at a time.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr bool pieces_ahead = true;
-#else
-constexpr bool pieces_ahead = false;
-#endif
-struct Ahead {
-  const char* next;
-  int64_t step;
-  void operator()() { fetch(next), next += step; }
-};
-struct NothingAhead {
-  void operator()() {}
-};
-
 // Calls f(number of rows as a constant, first row), leaving no row alone if possible.
 template <int most, typename F>
 inline void in_lines(int64_t rows, F f) {
@@ -74,9 +62,14 @@ inline void in_lines(int64_t rows, F f) {
   if (rows - row == 1) f(std::integral_constant<int, 1>(), row);
 }
 
+// Rows that `in_lines` takes at once at most.
+template <int most>
+constexpr int line_rows = most > 2 ? most : 3;
+
 // Weights are fetched so many bytes ahead, from so many rows on; with codes (4 bits, GGUF's formats) fewer rows suffice. What a processor
 // fetches by itself ends with a page of 4096 bytes: Intel's are fastest one page ahead (.66 to .9 of the time with 1 and 2 rows), a Zen 3 with
-// 1536 bytes (512, 1024 and 4096 gain less). A Zen 4 is only disturbed where rows have too little to compute meanwhile.
+// 1536 bytes (512, 1024 and 4096 gain less). A Zen 4 is only disturbed where rows have too little to compute meanwhile; a Zen 5 is not (4 rows
+// take .89 of the time, one row .99).
 #if defined(BF16_PAIRS) || !defined(__AVX2__)
 constexpr int64_t bytes_ahead = 8192;
 constexpr int least_rows = 6, least_rows_of_codes = 2;
@@ -88,27 +81,53 @@ const int64_t bytes_ahead = (__builtin_cpu_init(), __builtin_cpu_is("intel")) ? 
 #endif
 constexpr int least_rows = 1, least_rows_of_codes = 1;
 #endif
+#if defined(BF16_PAIRS)
+inline int processor_family() {
+  unsigned a = 0, b, c, d;
+  __get_cpuid(1, &a, &b, &c, &d);
+  return (a >> 8 & 15) + (a >> 20 & 255);
+}
+const bool fewer_rows = processor_family() > 0x19;  // fetch, too
+#else
+constexpr bool fewer_rows = false;
+#endif
+// Where more than so many rows go through a piece, those after the first ones read nothing from memory: they fetch the next piece meanwhile,
+// by a step of bytes at a time.
+#if defined(BF16_PAIRS)
+constexpr bool pieces_ahead = true;
+constexpr int most_rows = rows_at_once;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool pieces_ahead = true;
+constexpr int most_rows = 2;  // the others are those that fetch pieces
+#else
+constexpr bool pieces_ahead = false;
+constexpr int most_rows = rows_at_once;
+#endif
 
 // Fetches what lies as far behind `from` as the next so many bytes.
-inline void fetch_ahead(const void* from, int64_t bytes) {
+ALWAYS_INLINE void fetch_ahead(const void* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) fetch((const char*)from + bytes_ahead + line);
 }
 
-// Fetches two lines ahead, where rows do not fetch pieces.
-template <int R>
-inline void go_on(const void* weights) {
-  if constexpr (!pieces_ahead && R >= least_rows) fetch_ahead(weights, 128);
+template <int R, int least>
+ALWAYS_INLINE void fetch_for(const void* from, int64_t bytes) {
+  if (R >= least || fewer_rows) fetch_ahead(from, bytes);
 }
 
-// `go_on` for a row or two where more of them fetch pieces.
+// What rows fetch at each step through weights: what lies behind these, what comes after them, or nothing.
 template <int R>
 struct Nearby {
-  const void* weights;
-  int64_t step;  // bytes
-  void operator()() {
-    if constexpr (pieces_ahead && R < 3) fetch_ahead(weights, 128);
-    weights = (const char*)weights + step;
+  ALWAYS_INLINE void operator()(const void* weights) {
+    if constexpr (R <= most_rows) fetch_for<R, least_rows>(weights, 128);
   }
+};
+struct Ahead {
+  const char* next;
+  int64_t step;
+  ALWAYS_INLINE void operator()(const void*) { fetch(next), next += step; }
+};
+struct NothingAhead {
+  void operator()(const void*) {}
 };
 
 struct BlockFormat;
@@ -161,12 +180,12 @@ inline V held(V x) {
   return x;
 }
 
-template <int R, typename A = NothingAhead>
+template <int R, typename A = Nearby<R>>
 APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sums[R][2], A ahead = {}) {
   using Own = typename Sums<R, float>::Own;
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; ++k, w += block_width) {
-    go_on<R>(w), ahead();
+    ahead(w);
     Own columns[sum.count];
     UNROLL for (int c = 0; c < sum.count; ++c) {
       columns[c] = load<Own>(w + c * native_bytes / 4);
@@ -180,13 +199,13 @@ APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v 
 
 // Products of pairs of bf16 where they are faster than those of fp32 (BF16_PAIRS, see variants.py): on a Zen 4 core `vdpbf16ps` takes as
 // long as `vfmadd231ps`, on an Intel one four times as long (.72 and .18 ns at 2.8 GHz), and rows and weights are widened instead.
-template <int R>
-APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v sum[R][2]) {
+template <int R, typename A = Nearby<R>>
+APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v sum[R][2], A ahead = {}) {
 #if defined(BF16_PAIRS)
   __m512 left[R], right[R];
   UNROLL for (int r = 0; r < R; ++r) left[r] = (__m512)sum[r][0], right[r] = (__m512)sum[r][1];
   for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
-    go_on<R>(w);
+    ahead(w);
     __m512bh a = (__m512bh)_mm512_loadu_si512(w), b = (__m512bh)_mm512_loadu_si512(w + 32);
     UNROLL for (int r = 0; r < R; ++r) {
       int32_t pair;
@@ -205,12 +224,12 @@ APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v su
 // Rows of bf16 that were widened, where the processor does not multiply bf16 itself.
 template <int R>
 APART void dot(const float* x, int64_t stride, const bf16* w, int64_t in, f16v sums[R][2]) {
-  Nearby<R> ahead{w, 2 * block_width * (int64_t)sizeof(bf16)};
+  Nearby<R> ahead;
   using Own = typename Sums<R, float>::Own;
   using Bits = typename Native<uint32_t>::type;
   Sums<R, float> sum(sums);
   for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
-    go_on<R>(w), ahead();
+    ahead(w);
     UNROLL for (int c = 0; c < sum.count; ++c) {
       const Bits both = load<Bits>(w + c * native_bytes / 2);
       const Own even = (Own)(both << 16), odd = (Own)(both & 0xffff0000u);
@@ -231,11 +250,11 @@ inline void widen_piece(const bf16* w, int64_t length, float* to) {
 }
 
 // Sums of products of bytes are whole numbers: exact, in any order. `in` is a multiple of 4.
-template <int R, typename A = NothingAhead>
+template <int R, typename A = Nearby<R>>
 APART void dot(const RowByte* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2], A ahead = {}) {
   Sums<R, int32_t> sum(sums);
   for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
-    go_on<R>(w), ahead();
+    ahead(w);
     Eights columns[sum.count];
     UNROLL for (int c = 0; c < sum.count; ++c) columns[c] = load<Eights>(w + c * native_bytes);
     UNROLL for (int r = 0; r < R; ++r)
@@ -254,17 +273,17 @@ template <int group, typename F>
 inline void in_strips(Panel panel, F f) {
   for (int64_t row = panel.first; row < panel.end; row += strip_rows) {
     const int64_t count = std::min(strip_rows, panel.end - row);
-    f(row, count, count > (pieces_ahead ? group + 1 : 2 * group));
+    f(row, count, count > (!pieces_ahead ? 2 * group : group > 3 ? group + 4 : group + 1));
   }
 }
 
 // Rows of a strip through a piece of weights: calls f(number of rows as a constant, first row, what to fetch meanwhile). `next` are the
-// `bytes` to fetch, `steps` how often each group of rows can.
+// `bytes` to fetch, or null; `steps`: how often each group of rows can.
 template <int group, typename F>
 inline void through_piece(int64_t count, const void* next, int64_t bytes, int64_t steps, F f) {
   const int64_t calls = steps * (count / group);
   Ahead ahead{(const char*)next, std::min<int64_t>(64, (bytes + calls - 1) / calls)};
-  const char* end = ahead.next + bytes;
+  const char* end = next ? ahead.next + bytes : nullptr;
   in_lines<group>(count, [&](auto R, int64_t r) {
     if (ahead.next >= end) return f(R, r, NothingAhead());
     f(R, r, ahead);
@@ -299,10 +318,9 @@ void block(const Weight& w, const X* x, Panel panel, T* y, int64_t first) {
       const T* piece = data + k * block_width;
       auto add = [&](const auto* numbers) {
         auto some = [&](auto R, int64_t r, auto... ahead) { dot<R()>(x + (row + r) * w.in + k, w.in, numbers, length, sum + r, ahead...); };
-        if constexpr (pieces_ahead && std::is_same_v<decltype(numbers), const float*>) {
-          if (many && row == panel.first) return through_piece<rows_at_once>(count, piece + length * block_width, length * block_width * sizeof(T), length, some);
-          if (!many) return in_lines<rows_at_once>(count, [&](auto R, int64_t r) { some(R, r, Nearby<R()>{numbers, block_width * sizeof(float)}); });
-        }
+        if constexpr (pieces_ahead && sizeof(X) == sizeof(*numbers))
+          if (many) return through_piece<rows_at_once>(count, row == panel.first ? piece + length * block_width : nullptr,
+                                                       length * block_width * sizeof(T), length * sizeof(X) / 4, some);
         in_lines<rows_at_once>(count, some);
       };
       if constexpr (std::is_same_v<X, float> && std::is_same_v<T, bf16>) {
@@ -327,11 +345,11 @@ inline int64_t tiled_place(int64_t row, int64_t place, int64_t all) {
 
 // Rows in 8 bits: what each is to be multiplied with, and its numbers.
 struct Bytes {
-  std::vector<RowByte> data;  // [rows][in], `row_offset` added
-  std::vector<float> scale;   // [rows]
-  std::vector<int32_t> sums;  // [rows][in / 32]: of the numbers that meet weights of one scale; filled where weights have 4 bits
-  std::vector<int8_t> tiles;  // the numbers themselves, as tiles of groups read them; filled where these are used
-  int64_t in;                 // a multiple of 4, zeros behind the row's own numbers
+  std::vector<float> scale;      // [rows]
+  std::vector<RowByte> data;     // [rows][in], `row_offset` added; filled where weights have 8 bits
+  std::vector<int8_t> numbers;   // [rows][in], or as tiles of groups read them; filled where weights have 4 bits
+  std::vector<int32_t> sums;     // [rows][in / 32]: of the numbers that meet weights of one scale; filled where these are no tiles
+  int64_t in;                    // a multiple of 4, zeros behind the row's own numbers
 
   const RowByte* at(int64_t row, int64_t k) const { return data.data() + row * in + k; }
 };
@@ -372,9 +390,12 @@ void block(const Weight& w, const Bytes& x, Panel panel, T* y, int64_t first) {
       const int64_t length = std::min(step, x.in - k);
       const int8_t* piece = data + k * block_width;
       auto some = [&](auto R, int64_t r, auto... ahead) { dot<R()>(x.at(row + r, k), x.in, piece, length, sum + r, ahead...); };
-      if (!pieces_ahead || (many && row > panel.first)) in_lines<rows_of_bytes>(count, some);
-      else if (many) through_piece<rows_of_bytes>(count, piece + length * block_width, length * block_width, length / 4, some);
-      else in_lines<rows_at_once>(count, [&](auto R, int64_t r) { some(R, r, Nearby<R()>{piece, 4 * block_width}); });
+      if constexpr (pieces_ahead) {
+        if (!many) in_lines<rows_at_once>(count, some);
+        else through_piece<rows_of_bytes>(count, row == panel.first ? piece + length * block_width : nullptr, length * block_width, length / 4, some);
+      } else {
+        in_lines<rows_of_bytes>(count, some);
+      }
     }
     for (int64_t r = 0; r < count; ++r) finish(row + r, sum[r]);
   });
@@ -478,40 +499,42 @@ inline void put_bytes(int8_t* to, f16v x) {
   std::memcpy(to, &y, 16);
 }
 
+// `whole`: weights have 8 bits; `halves`: 4 bits; `tiled`: those go through tiles.
 template <typename T>
-void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, bool tiled, Bytes& to) {
-  const int64_t whole = in / 16 * 16;
+void to_bytes(const T* x, int64_t rows, int64_t in, bool whole, bool halves, bool tiled, Bytes& to) {
+  const int64_t sixteens = in / 16 * 16, groups = halves ? in / group_length : 0;
   to.in = (in + 3) / 4 * 4;
-  to.data.resize(rows * to.in);
   to.scale.resize(rows);
-  const int64_t groups = summed ? in / group_length : 0;
-  to.sums.resize(rows * groups);
-  if (tiled) to.tiles.resize(whole_tiles(rows) * in);
+  if (whole) to.data.resize(rows * to.in);
+  if (halves) to.numbers.resize((tiled ? whole_tiles(rows) : rows) * in);
+  if (!tiled) to.sums.resize(rows * groups);
   parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     std::vector<int8_t> bytes(to.in);
     for (int64_t r = begin; r < end; ++r) {
       const T* row = x + r * in;
       // Without their signs numbers have the order of their bits, and a NaN is above all: it becomes the row's scale, and is seen.
       i16v tops = {};
-      for (int64_t i = 0; i < whole; i += 16) {
+      for (int64_t i = 0; i < sixteens; i += 16) {
         i16v y = (i16v)load16(row + i) & 0x7fffffff;
         tops = chosen(y > tops, y, tops);
       }
       int32_t top = 0;
       for (int t = 0; t < 16; ++t) top = std::max(top, tops[t]);
-      for (int64_t i = whole; i < in; ++i) top = std::max(top, std::bit_cast<int32_t>(std::fabs(value_of(row[i]))));
+      for (int64_t i = sixteens; i < in; ++i) top = std::max(top, std::bit_cast<int32_t>(std::fabs(value_of(row[i]))));
       float most = std::bit_cast<float>(top);
       float inverse = most > 0 ? 127.0f / most : 0.0f;
-      for (int64_t i = 0; i < whole; i += 16) put_bytes(bytes.data() + i, load16(row + i) * inverse);
-      for (int64_t i = whole; i < in; ++i) bytes[i] = int8_t(std::nearbyint(value_of(row[i]) * inverse));
-      RowByte* own = to.data.data() + r * to.in;
-      for (int64_t i = 0, count = bytes.size(); i < count; ++i) own[i] = RowByte(bytes[i] + row_offset);
+      for (int64_t i = 0; i < sixteens; i += 16) put_bytes(bytes.data() + i, load16(row + i) * inverse);
+      for (int64_t i = sixteens; i < in; ++i) bytes[i] = int8_t(std::nearbyint(value_of(row[i]) * inverse));
       to.scale[r] = most / 127.0f;
+      RowByte* own = to.data.data() + r * to.in;
+      for (int64_t i = 0, count = whole ? bytes.size() : 0; i < count; ++i) own[i] = RowByte(bytes[i] + row_offset);
       for (int64_t g = 0; g < groups; ++g) {
+        const int8_t* from = bytes.data() + g * group_length;
+        std::memcpy(to.numbers.data() + (tiled ? tiled_place(r, g, groups) : r * in + g * group_length), from, group_length);
+        if (tiled) continue;
         int32_t sum = 0;
-        for (int64_t i = g * group_length; i < (g + 1) * group_length; ++i) sum += bytes[i];
+        for (int64_t i = 0; i < group_length; ++i) sum += from[i];
         to.sums[r * groups + g] = sum;
-        if (tiled) std::memcpy(to.tiles.data() + tiled_place(r, g, groups), bytes.data() + g * group_length, group_length);
       }
     }
   });

@@ -29,7 +29,7 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, void* const
   const bool in_groups = any([](const Weight* w) { return w->grouped; }), in_halves = any([](const Weight* w) { return w->scales; });
   const bool groups_tiled = (in_groups || in_halves) && tiles_for_groups(rows, in_groups);
   if (in_groups) to_grouped(x, rows, weights[0]->in, groups_tiled, groups);
-  if (in_bytes) to_bytes(x, rows, weights[0]->in, in_halves, in_halves && groups_tiled, bytes);
+  if (in_bytes) to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scale; }), in_halves, in_halves && groups_tiled, bytes);
   const bool tiled = tiles_fit(weights[0]->in);
 #if defined(BF16_PAIRS)
   constexpr bool bf16_pairs = true;

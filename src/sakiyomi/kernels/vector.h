@@ -81,8 +81,17 @@ inline f16v as_rounded(f16v x, const float*) { return x; }
 inline f16v as_rounded(f16v x, const bf16*) { return (f16v)(rounded_bits(x) << 16); }
 
 // Have the second-level cache read what is needed soon: the first one waits for too few lines at once, and what the processor fetches by
-// itself ends with a memory page.
-inline void fetch(const void* from) { __builtin_prefetch(from, 0, 2); }
+// itself ends with a memory page. Functions that do nothing else are inlined: gcc may leave out calls of them, as they have no result.
+ALWAYS_INLINE void fetch(const void* from) { __builtin_prefetch(from, 0, 2); }
+
+// Reads lines of memory in order, for what needs them next: the processor then fetches more lines by itself than it does of `fetch`.
+inline void read_through(const void* from, const void* end) {
+  for (const char* line = (const char*)from; line < end; line += 64) {
+    int64_t some;
+    std::memcpy(&some, line, 8);
+    asm volatile("" : : "r"(some));
+  }
+}
 
 inline f16v load16(const float* p) { return load<f16v>(p); }
 
