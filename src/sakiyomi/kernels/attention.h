@@ -452,7 +452,10 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   s.weight.resize(rows);
   for (int64_t r = 0; r < rows; ++r) {
     const T* from = (const T*)q.data + (head * group + r % group) * q.head + (seg.row + r / group) * q.row;
-    for (int64_t i = 0; i < lanes; ++i) s.q[r * lanes + i] = lane_at(from, i * Lane<T>::numbers, kd);
+    L* to = s.q.data() + r * lanes;
+    int64_t i = 0;
+    if constexpr (std::is_same_v<L, int32_t>) i = kd / 2, std::memcpy(to, from, i * sizeof(L));
+    for (; i < lanes; ++i) to[i] = lane_at(from, i * Lane<T>::numbers, kd);
   }
   const bool tiled = std::is_same_v<L, int32_t> && tiles_fit(kd);
   std::optional<Tiles> tiles;

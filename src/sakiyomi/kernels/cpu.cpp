@@ -281,21 +281,27 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
     int64_t head, first, count;  // rows of the segment
   };
   std::vector<Task> tasks;
-  int64_t work = 0, used = 0;
+  int64_t work = 0, used = 0;  // multiplications of one head; rows
   // Sinks, slopes and chunks are known to the kernel of few rows alone.
   const bool blocks = window >= 0 && !layer.sinks && !layer.slopes;
   for (const Segment& s : pass.segments) {
-    auto add = [&](int64_t first, int64_t count) {
-      for (int64_t head = 0; head < layer.heads; ++head) tasks.push_back({&s, head, first, count});
-      work += count * (s.length + s.rows) * layer.key_dim * group * 2;
-    };
     const bool prompt = blocks && s.prompt;
     const int64_t parts = prompt ? (s.rows * group + prompt_rows - 1) / prompt_rows : 1, most = (s.rows + parts - 1) / parts;
-    if (prompt && few) {
-      for (int64_t row : pass.wanted)
-        if (row >= s.row && row < s.row + s.rows) add(row - s.row, 1);
-    } else {
-      for (int64_t first = 0; first < s.rows; first += most) add(first, std::min<int64_t>(most, s.rows - first));
+    for (int64_t head = 0; head < layer.heads; ++head) {
+      auto add = [&](int64_t first, int64_t count) {
+        tasks.push_back({&s, head, first, count});
+        if (!head) work += count * (s.length + s.rows) * layer.key_dim * group * 2;
+      };
+      if (prompt && few) {
+        for (int64_t row : pass.wanted)
+          if (row >= s.row && row < s.row + s.rows) add(row - s.row, 1);
+      } else {
+        // Later rows see more columns: first and last ones in turn, so that threads have as much to do.
+        for (int64_t i = 0; i < parts; ++i) {
+          const int64_t first = (i % 2 ? parts - 1 - i / 2 : i / 2) * most;
+          if (first < s.rows) add(first, std::min<int64_t>(most, s.rows - first));
+        }
+      }
     }
     used += s.rows;
   }

@@ -79,7 +79,7 @@ inline void multiply_rows(int64_t some, const X* x, int64_t stride, const X* w, 
     products(some == tile_rows, x, in * sizeof(X), w, fresh);
     for (int64_t r = 0; r < some; ++r) sums[r][0] += fresh[r][0], sums[r][1] += fresh[r][1];
   } else {
-    dot<R>(x, stride, w, in, sums);
+    dot<R>(x, stride, w, in, sums, NothingAhead());  // they lie in a near cache
   }
 }
 
