@@ -150,3 +150,39 @@ def test_the_first_round_of_a_process_is_plain(monkeypatch: pytest.MonkeyPatch) 
     asked.clear()
     llm.generate(["a b a b a b"], params)
     assert asked[0]
+
+
+def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter drafts as long as it is not known whether that pays; what it would be with all of them is reckoned."""
+    drafting: dict[bool, list[int]] = {False: [], True: []}
+    added: list[tuple[float, ...]] = []
+    propose, observe, add = SpeculationController.propose, SpeculationController.observe, Pace.add_drafted
+    clock: list[float] = []
+
+    def spy(self: SpeculationController, requests: Any, depths: Any) -> Any:
+        if len(requests) == 16:
+            drafting[bool(self._pace(16).rate)].append(sum(map(bool, depths)))
+        return propose(self, requests, depths)
+
+    def timed(self: SpeculationController, requests: Any, depths: Any, kept: Any, rows: int, round_: Any) -> None:
+        clock[:] = [sum(kept), self._pace(len(kept)).plain, len(kept)]
+        observe(self, requests, depths, kept, rows, round_)
+
+    def noted(self: Pace, tokens: float, seconds: float) -> None:
+        kept, plain, count = clock
+        if count == 16 and not self.rate:
+            added.append((tokens, 1 + kept / 4, seconds, plain))
+        add(self, tokens, seconds)
+
+    monkeypatch.setattr(SpeculationController, "propose", spy)
+    monkeypatch.setattr(SpeculationController, "observe", timed)
+    monkeypatch.setattr(Pace, "add_drafted", noted)
+    llm = LLM((tiny_llama(), tiny_tokenizer()), "suffix", dtype="float32", strict=True, max_batch=16)
+    params = SamplingParams(temperature=0.0, max_new_tokens=40, gamma="auto", ignore_eos=True)
+    outputs = llm.generate(["a b a b a b"] * 16, params)
+    assert len({tuple(out.token_ids) for out in outputs}) == 1
+    assert any(drafting[False]) and max(drafting[False]) <= 4
+    assert added and all(tokens == mean and seconds >= plain > 0 for tokens, mean, seconds, plain in added)
+    monkeypatch.setattr(Pace, "rate", 1e9)  # it pays
+    llm.generate(["a b a b a b"] * 16, params)
+    assert max(drafting[True]) > 4

@@ -49,7 +49,7 @@ class NativeRounds:
         self._reads = drafter is not None and drafter.leading > 0  # the drafter is told what rows rank first
         self._wants_states = drafter is not None and drafter.hidden_states is not None
         model = self._drafter.model if self._drafter is not None else None
-        self._rounds = KernelRounds(model, target, target.vocab_size, states=self._wants_states, logits=self._reads)
+        self._rounds = KernelRounds(model, target, target.vocab_size, states=self._wants_states)
         self._least = [1] * len(self._rounds.models)
         self._turns: dict[int, Turn] = {}
         self._generation = 0  # of the rounds that know the turns
@@ -204,6 +204,10 @@ class NativeRounds:
     def _give(self, requests: Sequence[Request], turns: Sequence[Turn], drafts: Sequence[Draft]) -> bool:
         """Give the kernels the drafts of a round; False: they do not take one of them."""
         for request, turn, draft in zip(requests, turns, drafts, strict=True):
+            if not draft.tree.tokens:  # none was left there: nothing to give
+                if turn.size.nodes or not turn.size.asked:
+                    turn.size = TreeSize.none(turn.number)
+                continue
             numbers: list[int] = []
             packed = pack_draft(request, draft, self._target.vocab_size, numbers)
             if not packed or not (self._target.backend.keeps or draft.tree.is_chain):
@@ -221,13 +225,15 @@ class NativeRounds:
         committed = self._rounds.committed(len(requests))
         features = self._rounds.features(self._target.sizes[-1]) if self._wants_states else None
         drafts = drafted.drafts if drafted is not None else None
-        ranked = PassOutput(self._rounds.logits, {}, self._target.sizes[-1]) if self._reads else None
+        ranked: PassOutput | None = None
+        if self._reads and drafted is not None and drafted.asked:
+            ranked = PassOutput(self._rounds.logits(), {}, self._target.sizes[-1])
         for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
             try:
                 if features is not None:
                     self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
-                if ranked is not None and drafted is not None and drafted.asked:
-                    self._speculation.give_ranks(request, drafted.drafts[i], ranked, rows)
+                if ranked is not None and drafts is not None:
+                    self._speculation.give_ranks(request, drafts[i], ranked, rows)
                 steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
             except Exception as error:
                 steps.append(request.fail(error))
@@ -246,13 +252,13 @@ class NativeRounds:
         Args:
             request: whose it is.
             found: as the kernels left it.
-            draft: that was given; None: it grew there.
+            draft: that was given, perhaps an empty one; None: it grew there.
         """
         turn, drafter = self._turns[request.context.id], self._drafter
         request.cached += len(found.tokens)
         turn.length += len(found.tokens)
         request.context.noise.counter = found.stream % 2**64
-        if draft is not None:
+        if draft is not None and draft.tree.tokens:
             verdict = Verdict(
                 tuple(found.path), found.tokens[-1], found.kind, tuple(found.refused), tuple(found.chances)
             )

@@ -29,6 +29,7 @@ from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 logger = logging.getLogger("sakiyomi")
 FORCED = 15  # most tokens that a grammar forces are drafted at a time: a model may spell the text otherwise
+MANY, TRIED = 8, 4  # of so many requests one in TRIED drafts, as long as it is not known whether drafts pay
 SUDDEN = 1.5  # a round that takes this many times the one before is compared with what its passes usually take
 
 
@@ -121,6 +122,7 @@ class SpeculationController:
         self._scores: tuple[int, Callable[[int], float]] | None = None  # version of the clock, and seconds by rows
         self._reading = 0.0  # seconds that it takes for a token of such a text
         self._made = sum(model.clock.made for model in self._models)
+        self._tried: list[Request] = []  # which of this round's requests try drafts for all; empty: each for itself
 
     def verifier(self, params: SamplingParams) -> Verifier:
         """The acceptance rule for a request.
@@ -142,7 +144,12 @@ class SpeculationController:
         pace = self._pace(len(asking))
         # The first round is plain and measures what a pass costs: a trial pass would commit nothing.
         unknown = bool(asking) and not pace.plain and self.target.known_seconds(len(asking)) is None
-        if (unknown or pace.undrafted) and all(request.policy.adapts for request in asking):
+        adapting, self._tried = all(request.policy.adapts for request in asking), []
+        if adapting and len(asking) >= MANY and not pace.rate:
+            unknown |= not pace.plain  # what a trial costs is told by the difference
+            able = [request for request in asking if not request.undrafted]
+            self._tried = sorted(able, key=lambda request: not request.followed)[: max(TRIED, len(asking) // TRIED)]
+        if (unknown or pace.undrafted) and adapting:
             return [0] * len(requests)
         known: list[Costs] = []  # the same for all of a round, and not always asked for
 
@@ -155,7 +162,8 @@ class SpeculationController:
         for request in requests:
             context, depth = request.context, 0
             room = _room(request)
-            if room > 0 and not request.undrafted and not (context.given and request.repeats):
+            waits = bool(self._tried) and request not in self._tried
+            if room > 0 and not waits and not request.undrafted and not (context.given and request.repeats):
                 depth, nodes, worth = request.policy.next(costs)
                 left = request.last - len(request.tokens) - 1  # of the text; `room` ends at the next eviction
                 if depth and request.policy.adapts and not self._worth_reading(request, left, len(asking)):
@@ -291,6 +299,9 @@ class SpeculationController:
         if not drafted.asked:
             pace.add_plain(seconds)
             return
+        if self._tried:  # as if all had drafted: each more costs as much more, and gets as many tokens
+            share = len(kept) / len(self._tried)
+            seconds = pace.plain + max(0.0, seconds - pace.plain) * share
         unread = 0
         for request, depth, accepted in zip(requests, depths, kept, strict=True):
             request.policy.observe(depth, accepted, seconds)
@@ -299,7 +310,7 @@ class SpeculationController:
                 unread += len(request.context.tokens)
         if unread:
             self._reading = running_mean(self._reading or None, drafted.catching_up / unread)
-        pace.add_drafted(1 + sum(kept) / len(kept), seconds)
+        pace.add_drafted(1 + sum(kept) / (len(self._tried) or len(kept)), seconds)
         if first:
             return
         if drafted.passes:

@@ -364,6 +364,9 @@ void sk_draft(int64_t rounds, int64_t number, const void* judged, const int64_t*
   }
 }
 
+// The address of the logits of the target's pass, which was run here in the last round: they stay until the next one.
+int64_t sk_logits(int64_t rounds) { return (int64_t)((Rounds*)rounds)->held.back().data(); }
+
 // Copies the hidden states of the target's pass, which was run here in the last round.
 void sk_states(int64_t rounds, void* const* to) { ((Rounds*)rounds)->scorer->states(to); }
 

@@ -114,14 +114,12 @@ class KernelRounds:
         target: scores drafts; None: a round ends with its trees.
         width: V of the target.
         states: hidden states of the target's passes are wanted.
-        logits: the target's logits are wanted. Its passes are then run here.
         fed: rows of the draft model's passes read hidden states. Only trees grow then: there is no target.
 
     Attributes:
         fed: see above.
         kernels, number: the library, and the number of the object there; 0: there is none yet.
         generation: how often it was made; each time it knows no requests.
-        logits: of the target's pass in the last round, (1, rows or more, V), where they are wanted.
     """
 
     def __init__(
@@ -131,7 +129,6 @@ class KernelRounds:
         width: int,
         *,
         states: bool = False,
-        logits: bool = False,
         fed: FedRows | None = None,
     ) -> None:
         self.models = [model for model in (draft, target) if model is not None]
@@ -144,8 +141,8 @@ class KernelRounds:
         self._checked: set[int] = set()
         self._unreadable = False
         self._results: tuple[Any, Any, Any] = (), (), ()
-        self._wants_states, self._wants_logits = states, logits
-        self.logits = torch.empty(0)
+        self._wants_states = states
+        self._logits: Tensor | None = None  # of the target's pass in the last round; None: it was run in the kernels
         self._states: tuple[Tensor, ...] = ()  # of the target's pass in the last round
         self._since = self._state = 0  # the last: which of the draft model's captured states are features
 
@@ -185,6 +182,20 @@ class KernelRounds:
         states, self._states = self._states, ()
         layers = self._target.weights.capture.layers
         return states_by_layer(layers[: len(states)], states, rows)
+
+    def logits(self) -> Tensor:
+        """Of the target's pass in the last round, (1, rows or more, V). They are overwritten in the next one."""
+        if self._logits is not None:
+            return self._logits
+        model, rows = self.models[-1], self._last_pass() // 2
+        size = rows * model.vocab_size * model.dtype.itemsize
+        memory = (ctypes.c_char * size).from_address(self.kernels.sk_logits(self.number))
+        return torch.frombuffer(memory, dtype=model.dtype).view(1, rows, model.vocab_size)
+
+    def _last_pass(self) -> int:
+        """The last round's last pass, as the kernels name it."""
+        times = self._results[2]
+        return int(times[2 * int(times[0])])
 
     def _states_of(self, code: int) -> tuple[Tensor, ...]:
         """Copies of the hidden states of a pass that was run in the kernels, which keep them until its next run."""
@@ -231,9 +242,8 @@ class KernelRounds:
             passes = {size: model.replayed(size) for size in sizes}
             which = int(model is self._target)
             inputs = [ids.data_ptr() for _, ids, _ in passes.values()]
-            seen = bool(which) and self._wants_logits
             vocab = self._vocab(model)
-            programs = [0 if seen else _program(each, vocab, model.dtype) for each, _, _ in passes.values()]
+            programs = [_program(each, vocab, model.dtype) for each, _, _ in passes.values()]
             session = model.backend.session
             assert session is not None, "see `describable`"
             about = session, vocab, HALF[model.dtype], len(passes)
@@ -277,8 +287,7 @@ class KernelRounds:
         kernels, now = self.kernels, time.perf_counter
         held: list[Tensor] = []
         fresh: set[int] = set()
-        self._states = ()
-        here = False  # the target's pass was run here
+        self._states, self._logits = (), None
         with self.models[0].lock, self.models[-1].lock:
             code = kernels.sk_round(self.number, count, asked, level, scored)
             while code > 0:
@@ -289,19 +298,17 @@ class KernelRounds:
                 logits, states = replay(ids, positions)
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
-                if self._wants_logits and code % 2:
-                    self.logits = logits
-                if self._wants_states and code % 2:
-                    self._states, here = states, True
+                if code % 2:
+                    self._logits, self._states = logits, states if self._wants_states else ()
                 if recorder.fresh:  # it was captured first
                     fresh.add(code)
                 if code not in self._checked and not self._readable(code, logits):
                     return None
                 features = None if self.fed is None or code % 2 else states[self._state].data_ptr()
                 code = kernels.sk_pass(self.number, code, logits.data_ptr(), features, spent)
-            if self._wants_states and not code and not here:  # now: the next pass of any session overwrites them
-                times = self._results[2]
-                self._states = self._states_of(int(times[2 * int(times[0])]))
+            if self._wants_states and not code and self._logits is None:
+                # Now: the next pass of any session overwrites them.
+                self._states = self._states_of(self._last_pass())
         return None if code else self._count(fresh)
 
     def _model(self, code: int) -> ModelRunner:
