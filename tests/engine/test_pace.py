@@ -184,5 +184,7 @@ def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(drafting[False]) and max(drafting[False]) <= 4
     assert added and all(tokens == mean and seconds >= plain > 0 for tokens, mean, seconds, plain in added)
     monkeypatch.setattr(Pace, "rate", 1e9)  # it pays
+    monkeypatch.setattr(Pace, "undrafted", False)
+    monkeypatch.setattr(SpeculationController, "_worth_reading", lambda *_: True)
     llm.generate(["a b a b a b"] * 16, params)
     assert max(drafting[True]) > 4
