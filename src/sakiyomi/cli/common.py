@@ -25,7 +25,7 @@ from sakiyomi.cli.output import emit_json, note, progress, quiet
 from sakiyomi.cli.settings import ENVIRONMENT, EXPECTED, config_flag, keyword
 from sakiyomi.core.embedded import DRAFTS, FREE_DRAFT
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.memory import readable
+from sakiyomi.core.memory import loading, readable
 from sakiyomi.core.preflight import check_settings
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class FileArgument:
 def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     """Load the engine, and report by ``say``, by default on stderr, what a user might not expect."""
     say = say or note
-    with progress(f"loading {model.target}"):
+    with progress(f"loading {model.target}"), loading():
         from sakiyomi.engine.llm import LLM
         from sakiyomi.model_executor.weights import rounding_of
 

@@ -16,6 +16,7 @@ from sakiyomi.cli.output import legend, printed, progress, say, stdout, table, w
 from sakiyomi.cli.rows import PlotOption
 from sakiyomi.core.embedded import DEFAULT, DRAFTS
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import loading
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -113,7 +114,7 @@ def _of_story(options: DemoOptions, picture: PlotOption, output: JsonOption) -> 
     config.draft_model  # noqa: B018  refuses a draft that is no model, before any work
 
     began = time.time()  # not the process's own start: a shell that ends in this command has lived before it
-    with progress(f"loading {options.target}"):
+    with progress(f"loading {options.target}"), loading():
         from sakiyomi.engine.llm import LLM
 
         llm = LLM(config.target, draft=config.draft, dtype=config.dtype, quantize=config.quantize)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,18 @@ _GROUP_FILES = {
 }
 """By version of control groups: the files with the limit and the usage, and the statistic of unused file pages."""
 _ROOT = Path("/")
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While modules and a model are loaded, which stay, none of it is searched for garbage: a sixth of a start."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def available_bytes(device: str = "cpu") -> int:

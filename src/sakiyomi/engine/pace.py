@@ -82,7 +82,7 @@ class Pace:
             return
         gain = self.drafted.rate * self.plain
         self._look = NEAR_EVERY if gain < NEAR else LOOK_EVERY  # a look costs the less, the less drafting brings
-        if gain >= LOSS:
+        if gain >= (LOSS if self._alone else 1.0):  # of many requests drafts that bring nothing only hold up the others
             self._rest, self._doubts = REST, DOUBTS
         elif gain > CLOSE and self._doubts and not self._alone:
             self._doubts -= 1

@@ -148,7 +148,8 @@ class SpeculationController:
         if adapting and len(asking) >= MANY and not pace.rate:
             unknown |= not pace.plain  # what a trial costs is told by the difference
             able = [request for request in asking if not request.undrafted]
-            self._tried = sorted(able, key=lambda request: not request.followed)[: max(TRIED, len(asking) // TRIED)]
+            able.sort(key=lambda request: (not request.followed, len(request.tokens)))  # what is to be read first
+            self._tried = able[: max(TRIED, len(asking) // TRIED)]
         if (unknown or pace.undrafted) and adapting:
             return [0] * len(requests)
         known: list[Costs] = []  # the same for all of a round, and not always asked for

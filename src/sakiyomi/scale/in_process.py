@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from starlette.types import ASGIApp, Message
 
+from sakiyomi.core.memory import loading
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.paths import make_app
@@ -177,9 +178,10 @@ def load_server(model: LLMConfig, config: ServerConfig) -> InProcessServer:
     Raises:
         SakiyomiError: the model cannot be loaded.
     """
-    from sakiyomi.engine.llm import LLM
+    with loading():
+        from sakiyomi.engine.llm import LLM
 
-    llm = LLM(**dataclasses.asdict(model))
+        llm = LLM(**dataclasses.asdict(model))
     warm_up(llm, config)
     return InProcessServer(llm, config)
 

@@ -10,6 +10,7 @@ request. The first request is to load the model. The process ends when its stand
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import logging
 import os
@@ -195,6 +196,7 @@ async def _serve(out: BinaryIO) -> None:
                 set_up(asked[1].log_format)
                 logging.getLogger("sakiyomi.server").setLevel(logging.WARNING)  # the front writes a line a request
                 made = await asyncio.to_thread(load_server, *asked)
+                gc.freeze()  # as `serve` does
                 server = await made.__aenter__()
             send(number, None)
         except SakiyomiError as error:
