@@ -58,6 +58,10 @@ class Pace:
         """Whether the next round is to be plain: drafting has lost, or plain rounds are to be measured."""
         return self._left > 0 or self._since >= self._look
 
+    def reckoned(self, seconds: float, share: float) -> float:
+        """What a round would have taken in which all had drafted, of whom one in `share` did."""
+        return self.plain + max(0.0, seconds - self.plain) * share
+
     def add_plain(self, seconds: float) -> None:
         """Add a round without drafts."""
         self._readings.append(seconds)

@@ -147,9 +147,7 @@ class SpeculationController:
         adapting, self._tried = all(request.policy.adapts for request in asking), []
         if adapting and len(asking) >= MANY and not pace.rate:
             unknown |= not pace.plain  # what a trial costs is told by the difference
-            able = [request for request in asking if not request.undrafted]
-            able.sort(key=lambda request: (not request.followed, len(request.tokens)))  # what is to be read first
-            self._tried = able[: max(TRIED, len(asking) // TRIED)]
+            self._tried = _trying(asking)
         if (unknown or pace.undrafted) and adapting:
             return [0] * len(requests)
         known: list[Costs] = []  # the same for all of a round, and not always asked for
@@ -300,9 +298,8 @@ class SpeculationController:
         if not drafted.asked:
             pace.add_plain(seconds)
             return
-        if self._tried:  # as if all had drafted: each more costs as much more, and gets as many tokens
-            share = len(kept) / len(self._tried)
-            seconds = pace.plain + max(0.0, seconds - pace.plain) * share
+        if self._tried:
+            seconds = pace.reckoned(seconds, len(kept) / len(self._tried))
         unread = 0
         for request, depth, accepted in zip(requests, depths, kept, strict=True):
             request.policy.observe(depth, accepted, seconds)
@@ -390,6 +387,13 @@ class SpeculationController:
             logger.warning("%s; the request continues without drafts; later failures are not logged", text)
         request.undrafted = True
         self.broken += 1
+
+
+def _trying(requests: Sequence[Request]) -> list[Request]:
+    """Those of many requests that try drafts for all: whose texts the drafter has read, or has the least to read of."""
+    able = [request for request in requests if not request.undrafted]
+    able.sort(key=lambda request: (not request.followed, len(request.tokens)))
+    return able[: max(TRIED, len(requests) // TRIED)]
 
 
 def _room(request: Request) -> int:

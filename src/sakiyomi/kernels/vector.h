@@ -86,11 +86,7 @@ ALWAYS_INLINE void fetch(const void* from) { __builtin_prefetch(from, 0, 2); }
 
 // Reads lines of memory in order, for what needs them next: the processor then fetches more lines by itself than it does of `fetch`.
 inline void read_through(const void* from, const void* end) {
-  for (const char* line = (const char*)from; line < end; line += 64) {
-    int64_t some;
-    std::memcpy(&some, line, 8);
-    asm volatile("" : : "r"(some));
-  }
+  for (const char* line = (const char*)from; line < end; line += 64) asm volatile("" : : "r"(*line));
 }
 
 inline f16v load16(const float* p) { return load<f16v>(p); }
