@@ -29,7 +29,7 @@ from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 logger = logging.getLogger("sakiyomi")
 FORCED = 15  # most tokens that a grammar forces are drafted at a time: a model may spell the text otherwise
-MANY, TRIED = 8, 4  # of so many requests one in TRIED drafts, as long as it is not known whether drafts pay
+MANY, TRIED = 8, 4  # of so many one in TRIED drafts (at least TRIED do), as long as it is not known whether that pays
 SUDDEN = 1.5  # a round that takes this many times the one before is compared with what its passes usually take
 
 

@@ -69,7 +69,7 @@ constexpr int line_rows = most > 2 ? most : 3;
 // Weights are fetched so many bytes ahead, from so many rows on; with codes (4 bits, GGUF's formats) fewer rows suffice. What a processor
 // fetches by itself ends with a page of 4096 bytes: Intel's are fastest one page ahead (.66 to .9 of the time with 1 and 2 rows), a Zen 3 with
 // 1536 bytes (512, 1024 and 4096 gain less). A Zen 4 is only disturbed where rows have too little to compute meanwhile; a Zen 5 is not (4 rows
-// take .89 of the time, one row .99).
+// take .96 of the time, one row .99).
 #if defined(BF16_PAIRS) || !defined(__AVX2__)
 constexpr int64_t bytes_ahead = 8192;
 constexpr int least_rows = 6, least_rows_of_codes = 2;
@@ -109,6 +109,7 @@ ALWAYS_INLINE void fetch_ahead(const void* from, int64_t bytes) {
   for (int64_t line = 0; line < bytes; line += 64) fetch((const char*)from + bytes_ahead + line);
 }
 
+// The same for R rows, if so few fetch.
 template <int R, int least>
 ALWAYS_INLINE void fetch_for(const void* from, int64_t bytes) {
   if (R >= least || fewer_rows) fetch_ahead(from, bytes);
