@@ -187,8 +187,8 @@ def test_old_texts_leave_the_automaton_too(tmp_path: Path) -> None:
         request = context([number * 8 + i for i in range(8)], number=number)
         drafter.propose([request], [1])
         drafter.end(request)
-        assert drafter._shared is not None
-        assert len(drafter._shared.text) <= 60
+        assert drafter.shared is not None
+        assert drafter.shared.size <= 60
     assert len(tokens_in(tmp_path / "memory")) == 2
 
 

@@ -156,13 +156,14 @@ def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     """A quarter drafts as long as it is not known whether that pays; what it would be with all of them is reckoned."""
     drafting: dict[bool, list[int]] = {False: [], True: []}
     added: list[tuple[float, ...]] = []
-    propose, observe, add = SpeculationController.propose, SpeculationController.observe, Pace.add_drafted
+    decide, observe, add = SpeculationController.depths, SpeculationController.observe, Pace.add_drafted
     clock: list[float] = []
 
-    def spy(self: SpeculationController, requests: Any, depths: Any) -> Any:
+    def spy(self: SpeculationController, requests: Any) -> list[int]:
+        depths = decide(self, requests)
         if len(requests) == 16:
             drafting[bool(self._pace(16).rate)].append(sum(map(bool, depths)))
-        return propose(self, requests, depths)
+        return depths
 
     def timed(self: SpeculationController, requests: Any, depths: Any, kept: Any, rows: int, round_: Any) -> None:
         clock[:] = [sum(kept), self._pace(len(kept)).plain, len(kept)]
@@ -174,7 +175,7 @@ def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> N
             added.append((tokens, 1 + kept / 4, seconds, plain))
         add(self, tokens, seconds)
 
-    monkeypatch.setattr(SpeculationController, "propose", spy)
+    monkeypatch.setattr(SpeculationController, "depths", spy)
     monkeypatch.setattr(SpeculationController, "observe", timed)
     monkeypatch.setattr(Pace, "add_drafted", noted)
     llm = LLM((tiny_llama(), tiny_tokenizer()), "suffix", dtype="float32", strict=True, max_batch=16)

@@ -67,6 +67,16 @@ class SuffixAutomaton:
             self._count(last, len(self.text))
             self.text.append(token)
 
+    @property
+    def size(self) -> int:
+        """Tokens of all texts."""
+        return len(self.text)
+
+    def add(self, tokens: Iterable[int]) -> None:
+        """Append another text."""
+        self.begin()
+        self.extend(tokens)
+
     def begin(self) -> None:
         """Begin another text; the earlier ones stay in the graph."""
         self.branch(0)

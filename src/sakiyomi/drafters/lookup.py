@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guessed_tree import GuessedTree
+from sakiyomi.drafters.native_texts import doubles
 from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 MOST = 12
@@ -23,6 +24,12 @@ Place = tuple[int, int]
 """Length of the match, and how many tokens were guessed behind it."""
 
 
+def _priors(most: int) -> list[float]:
+    """Chances of guesses by the length of the match, of first tokens and of later ones."""
+    lengths = [min(length, len(FIRST) - 1) for length in range(most + 1)]
+    return [priors[length] for priors in (FIRST, LATER) for length in lengths]
+
+
 class LookupReader(Reader):
     """The runs of tokens in one text.
 
@@ -31,8 +38,7 @@ class LookupReader(Reader):
     """
 
     def __init__(self, most: int = MOST) -> None:
-        lengths = [min(length, len(FIRST) - 1) for length in range(most + 1)]
-        super().__init__([priors[length] for priors in (FIRST, LATER) for length in lengths])
+        super().__init__(_priors(most))
         self.text: list[int] = []
         self._most, self._start = most, 0
         self._after: list[dict[int, int]] = [{} for _ in range(most)]  # place behind the newest run, by its number
@@ -92,6 +98,7 @@ class PromptLookup(TextDrafter):
     """
 
     name = "prompt-lookup"
+    compiled = True
 
     def __init__(self, most: int | str = MOST) -> None:
         if not str(most).isdecimal() or not 1 <= int(most) <= 64:
@@ -105,6 +112,10 @@ class PromptLookup(TextDrafter):
     def make(cls, argument: str | None, around: DrafterContext) -> PromptLookup:
         """A drafter that looks for matches of up to so many tokens."""
         return cls(argument or MOST)
+
+    def add_reader(self, text: int, context: Context) -> None:
+        """See ``TextDrafter.add_reader``."""
+        self.kernels.sk_read_lookup(text, self.most, doubles(_priors(self.most)))
 
     def reader(self, context: Context) -> LookupReader:
         """See ``TextDrafter.reader``."""

@@ -9,16 +9,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.prefix import alike
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, HiddenStates, Ranked, tell
 from sakiyomi.drafters.confidence import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
+from sakiyomi.drafters.native_texts import NativeTexts
+from sakiyomi.drafters.text_base import TextDrafter
 
 logger = logging.getLogger("sakiyomi")
 _UNKNOWN = 0.5  # chance of a node whose drafter states none
@@ -91,8 +95,20 @@ class MergedDrafter(Drafter):
             if member.leading:
                 tell(member, "rank", context, tree, rows)
 
+    @cached_property
+    def texts(self) -> NativeTexts | None:
+        """Of its requests, where all members read texts and the kernels have readers for them; None: they are here."""
+        members = [member for member in self.members if isinstance(member, TextDrafter) and member.kernels is not None]
+        return NativeTexts(self.name, members, merged=True) if len(members) == len(self.members) else None
+
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""
+        if self.texts is not None:
+            self.texts.inherit(context, earlier)
+        elif self.name in earlier.memory:
+            length, said = earlier.memory[self.name]
+            if alike(earlier.tokens[:length], context.tokens) == length:
+                context.memory[self.name] = length, said
         for member in self.members:
             tell(member, "inherit", context, earlier)
 
@@ -105,6 +121,8 @@ class MergedDrafter(Drafter):
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
+        if self.texts is not None:
+            return self.texts.propose(contexts, gammas)
         for context in contexts:
             self._learn(context)
         drafts: list[list[_Proposal]] = [[] for _ in contexts]

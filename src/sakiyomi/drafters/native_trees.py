@@ -17,13 +17,14 @@ from torch import Tensor
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.native_texts import Wanted
 from sakiyomi.drafters.trees import Builder, CandidateTree
 from sakiyomi.model_executor.kernel_rounds import FedRows, KernelRounds
 from sakiyomi.model_executor.runner import ModelRunner
 
 _ASKED = struct.Struct("=9q6d")  # Asked in round.h
 _ROOT = struct.Struct("=6q3d2Qq")  # Root in growth.h
-_SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}
+_SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4, "text": 5}
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
 
@@ -52,6 +53,14 @@ class TreeSize(NamedTuple):
     def none(cls, number: int, nodes: int = 0) -> TreeSize:
         """Of a request with this number in the kernels whose draft, of so many nodes, does not grow there."""
         return cls(0, nodes, 0, 0, None, None, _ASKED.pack(number, *[0] * 8, *[0.0] * 6))
+
+    @classmethod
+    def found(cls, number: int, wanted: Wanted) -> TreeSize:
+        """Of a request whose draft is found in its text."""
+        worth, nodes = wanted.worth, max(wanted.nodes, wanted.most)
+        limits = wanted.depth, wanted.nodes, wanted.members, worth is not None, _SHAPES["text"], wanted.most, 0, 0
+        weights = 0.0, 0.0, worth.rate if worth is not None else 0.0, 0.0, 0.0, 0.0
+        return cls(wanted.depth, nodes, 0, 0, worth, None, _ASKED.pack(number, *limits, *weights))
 
     @classmethod
     def of(

@@ -16,6 +16,7 @@ import time
 import weakref
 from bisect import bisect
 from collections.abc import Sequence
+from functools import cached_property
 
 from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.core.errors import LoadError
@@ -23,6 +24,7 @@ from sakiyomi.core.tree import TokenTree
 from sakiyomi.drafters.base import Context, DrafterContext, Ranked
 from sakiyomi.drafters.graph_file import LENGTHS, Entries, GraphFile
 from sakiyomi.drafters.guessed_tree import GuessedTree
+from sakiyomi.drafters.native_texts import NativeGraph
 from sakiyomi.drafters.ngram_file import run_number
 from sakiyomi.drafters.text_base import Reader, TextDrafter
 
@@ -89,6 +91,12 @@ class TokenGraph:
         """Drop everything."""
         for after in self.after:
             after.clear()
+
+    def fresh(self) -> tuple[Entries, ...]:
+        """What is there, which counts as written from now on."""
+        found = tuple(after.copy() for after in self.after)
+        self.forget()
+        return found
 
 
 class Chances:
@@ -159,16 +167,30 @@ class RecycleDrafter(TextDrafter):
     """
 
     name = "recycle"
+    compiled = True
     leading = KEPT
 
     def __init__(self, file: GraphFile | None = None) -> None:
-        self.graph = TokenGraph(after=file.read() if file is not None else None)
+        self._after = file.read() if file is not None else None
         self._known = {greedy: Chances(PRIORS) for greedy in (True, False)}
-        self._file, self._fresh = file, TokenGraph()  # what is not in the file yet
+        self._file = file
         self._active: set[int] = set()
         self._saved = -SAVE_SECONDS
-        if file is not None:
-            weakref.finalize(self, _save, file, self._fresh)
+
+    @cached_property
+    def graph(self) -> TokenGraph | NativeGraph:
+        """What rows have ranked."""
+        if self.kernels is None:
+            return TokenGraph(after=self._after)
+        return NativeGraph(self.kernels, MOST, self._after, PRIORS)
+
+    @cached_property
+    def _fresh(self) -> TokenGraph | NativeGraph:
+        """What is not in the file yet."""
+        fresh = TokenGraph() if isinstance(self.graph, TokenGraph) else self.graph
+        if self._file is not None:
+            weakref.finalize(self, _save, self._file, fresh)
+        return fresh
 
     @classmethod
     def make(cls, argument: str | None, around: DrafterContext) -> RecycleDrafter:
@@ -178,9 +200,16 @@ class RecycleDrafter(TextDrafter):
         digest, vocab = tokenizer_digest(around.target.tokenizer), around.vocab_size
         return cls(GraphFile(argument, digest, vocab, MOST, min(KEPT, vocab)))
 
+    def add_reader(self, text: int, context: Context) -> None:
+        """See ``TextDrafter.add_reader``."""
+        self._active.add(context.id)
+        assert isinstance(self.graph, NativeGraph)
+        self.kernels.sk_read_recycled(text, self.graph.number, context.rule == "greedy")
+
     def reader(self, context: Context) -> RecycleReader:
         """See ``TextDrafter.reader``."""
         self._active.add(context.id)
+        assert isinstance(self.graph, TokenGraph)
         return RecycleReader(self.graph, self._known[context.rule == "greedy"])
 
     def rank(self, context: Context, tree: TokenTree, rows: Sequence[Ranked]) -> None:
@@ -190,7 +219,7 @@ class RecycleDrafter(TextDrafter):
         places = [first]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             places.append((*places[parent + 1], token)[-LENGTHS:])
-        for graph in (self.graph, self._fresh) if self._file is not None else (self.graph,):
+        for graph in {self.graph, self._fresh} if self._file is not None else (self.graph,):
             for place, ranked in zip(places, rows, strict=True):
                 graph.put(place, ranked)
         self.forward_seconds += time.perf_counter() - began
@@ -218,11 +247,10 @@ def _chance(guess: tuple[int, float, Place]) -> float:
     return -guess[1]
 
 
-def _save(file: GraphFile, fresh: TokenGraph) -> None:
+def _save(file: GraphFile, fresh: TokenGraph | NativeGraph) -> None:
     """Add what was seen to the file."""
     try:
-        if fresh.after[-1]:
-            file.save(fresh.after)
+        if (entries := fresh.fresh())[-1]:
+            file.save(entries)
     except LoadError as error:
         logger.warning("what the target ranked is not remembered: %s", error)
-    fresh.forget()

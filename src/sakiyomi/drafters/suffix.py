@@ -12,6 +12,7 @@ import logging
 import time
 from bisect import bisect
 from collections.abc import Sequence
+from functools import cached_property
 from heapq import nlargest
 
 from sakiyomi.core.digests import tokenizer_digest
@@ -21,6 +22,7 @@ from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.copy_source import CopySource
 from sakiyomi.drafters.guessed_tree import GuessedTree
 from sakiyomi.drafters.memory import MemoryFile
+from sakiyomi.drafters.native_texts import NativeAutomaton, doubles
 from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 logger = logging.getLogger("sakiyomi")
@@ -62,6 +64,9 @@ that is copied (-1: none is).
 """
 
 
+_PRIORS = [prior for row in (*LATER, *FIRST, COPIED_LATER, COPIED_FIRST) for prior in row]
+
+
 class SuffixReader(Reader):
     """The automaton of one text, and a cursor in that of earlier texts.
 
@@ -70,7 +75,7 @@ class SuffixReader(Reader):
     """
 
     def __init__(self, shared: SuffixAutomaton | None = None) -> None:
-        super().__init__([prior for row in (*LATER, *FIRST, COPIED_LATER, COPIED_FIRST) for prior in row])
+        super().__init__(_PRIORS)
         self.own = SuffixAutomaton()
         self._shared = shared
         self._cursor = None if shared is None else Cursor(shared)
@@ -161,14 +166,25 @@ class SuffixDrafter(TextDrafter):
     """
 
     name = "suffix"
+    compiled = True
 
     def __init__(self, memory: MemoryFile | None = None) -> None:
         self._memory = memory
-        self._shared: SuffixAutomaton | None = None
         self._active: set[int] = set()
         self._saved = -SAVE_SECONDS
-        if memory is not None:
-            self._shared = _automaton(memory)
+
+    @cached_property
+    def shared(self) -> SuffixAutomaton | NativeAutomaton | None:
+        """The automaton of earlier texts; None: there is none."""
+        return self._automaton()
+
+    def _automaton(self) -> SuffixAutomaton | NativeAutomaton | None:
+        if self._memory is None:
+            return None
+        found = SuffixAutomaton() if self.kernels is None else NativeAutomaton(self.kernels)
+        for document in self._memory.documents:
+            found.add(document.tokens)
+        return found
 
     @classmethod
     def make(cls, argument: str | None, around: DrafterContext) -> SuffixDrafter:
@@ -177,10 +193,17 @@ class SuffixDrafter(TextDrafter):
             return cls()
         return cls(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
 
+    def add_reader(self, text: int, context: Context) -> None:
+        """See ``TextDrafter.add_reader``."""
+        self._active.add(context.id)
+        earlier = self.shared.number if isinstance(self.shared, NativeAutomaton) else 0
+        self.kernels.sk_read_suffix(text, earlier, doubles(_PRIORS))
+
     def reader(self, context: Context) -> SuffixReader:
         """See ``TextDrafter.reader``."""
         self._active.add(context.id)
-        return SuffixReader(self._shared)
+        assert not isinstance(self.shared, NativeAutomaton)
+        return SuffixReader(self.shared)
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``. The later request's text includes the earlier one's, and is stored instead of it."""
@@ -198,26 +221,17 @@ class SuffixDrafter(TextDrafter):
         if self._memory is None:
             return
         if self._memory.add(context.tokens):
-            assert self._shared is not None
-            self._shared.begin()
-            self._shared.extend(context.tokens)
-            if len(self._shared.text) > 2 * self._memory.most:
+            assert self.shared is not None
+            self.shared.add(context.tokens)
+            if self.shared.size > 2 * self._memory.most:
                 # The oldest texts are no longer in the file.
-                self._shared = _automaton(self._memory)
+                self.shared = self._automaton()
         if not self._active or time.monotonic() - self._saved > SAVE_SECONDS:
             self._saved = time.monotonic()
             try:
                 self._memory.save()
             except LoadError as error:
                 logger.warning("texts of requests are not remembered: %s", error)
-
-
-def _automaton(memory: MemoryFile) -> SuffixAutomaton:
-    found = SuffixAutomaton()
-    for document in memory.documents:
-        found.begin()
-        found.extend(document.tokens)
-    return found
 
 
 def _kind(length: int, share: float, first: bool) -> int:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, ClassVar
 
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import GuessCalibration
 from sakiyomi.drafters.guessed_tree import GuessedTree, grow
+from sakiyomi.drafters.native_texts import CHUNK, LONG, NativeTexts
+from sakiyomi.kernels.build import loaded
 
 FLOOR = 0.04
 """Least chance of a proposed token: about the cost of one more row of a pass, in tokens."""
-CHUNK = 4096  # most tokens that are read in one round, about 20 ms, so that other requests do not wait long
-LONG = 64  # more tokens than these at once are a prompt
 
 
 class Reader(ABC):
@@ -71,10 +72,13 @@ class TextDrafter(Drafter):
     """Proposes point masses from the text alone. Subclasses give ``name`` and ``reader``.
 
     Attributes:
+        compiled: in a class's own body: the kernels have a reader for it, which ``add_reader`` adds. Its subclasses do
+            not inherit that, as they may read differently.
         forward_seconds: spent on drafts and on reading, prompts included.
         prefill_seconds: spent on reading prompts.
     """
 
+    compiled: ClassVar[bool] = False
     kind: DraftKind = "point_mass"
     forward_seconds = 0.0
     prefill_seconds = 0.0
@@ -83,8 +87,24 @@ class TextDrafter(Drafter):
     def reader(self, context: Context) -> Reader:
         """A reader for a new request; it has read nothing yet."""
 
+    def add_reader(self, text: int, context: Context) -> None:
+        """Add a reader of the kernels to a text there, if there is one (see ``compiled``)."""
+        raise NotImplementedError
+
+    @cached_property
+    def kernels(self) -> Any:
+        """The kernels that have a reader for it, decided when they are first wanted; None: there are none."""
+        return loaded() if vars(type(self)).get("compiled") else None
+
+    @cached_property
+    def texts(self) -> NativeTexts | None:
+        """Of its requests, in the kernels; None: they are here."""
+        return NativeTexts(self.name, [self], merged=False) if self.kernels is not None else None
+
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
+        if self.texts is not None:
+            return self.texts.propose(contexts, gammas)
         began = time.perf_counter()
         drafts = [self._propose(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
         self.forward_seconds += time.perf_counter() - began
@@ -92,12 +112,16 @@ class TextDrafter(Drafter):
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``: the reader continues behind the tokens that both requests begin with."""
+        if self.texts is not None:
+            self.texts.inherit(context, earlier)
+            return
         reader: Reader | None = earlier.memory.pop(self.name, None)
         if reader is None:
             return
         shared = alike(earlier.tokens[: reader.seen], context.tokens)
         if shared < reader.seen:
             reader.branch(context.tokens[:shared])
+            reader.calibration.expect(0, ())
             reader.seen = shared
         context.memory[self.name] = reader
 

@@ -1,7 +1,8 @@
 """Rounds that the compiled kernels run: draft, score, verify, commit. Python reads what was committed.
 
-Used where no Python callback runs between the passes. Drafts of a draft model grow there too; those of other drafters
-are given. All other requests, and all in a round with them, have the round of ``Engine``, which gives the same.
+Used where no Python callback runs between the passes. Drafts of a draft model grow there too, those of text drafters
+are found there, and those of others are given. All other requests, and all in a round with them, have the round of
+``Engine``, which gives the same.
 `kernels/round.h` keeps a request from round to round. If something else happened to it in between, its length shows it.
 """
 
@@ -19,11 +20,15 @@ from sakiyomi.core.errors import RemovedError
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.model import LONG, ModelDrafter
+from sakiyomi.drafters.merged import MergedDrafter
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.drafters.native_texts import LONG, NativeTexts
 from sakiyomi.drafters.native_trees import TreeSize, seat_tree
+from sakiyomi.drafters.text_base import TextDrafter
 from sakiyomi.engine.native_turns import PassTables, Turn, judged, pack_draft, size_of
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
+from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.model_executor.kernel_rounds import Committed, Drafting, KernelRounds, Places
 from sakiyomi.model_executor.runner import ModelRunner
@@ -45,7 +50,9 @@ class NativeRounds:
     def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
         self._target, self._speculation = target, speculation
         self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
-        self._given = drafter is not None and self._drafter is None  # drafts are given
+        self._given = drafter is not None and self._drafter is None  # drafts are given, or found in texts
+        self._looking = drafter if isinstance(drafter, TextDrafter | MergedDrafter) else None
+        self._texts: NativeTexts | None = None  # where the drafts of this round are found
         self._reads = drafter is not None and drafter.leading > 0  # the drafter is told what rows rank first
         self._wants_states = drafter is not None and drafter.hidden_states is not None
         model = self._drafter.model if self._drafter is not None else None
@@ -63,7 +70,7 @@ class NativeRounds:
             self._rounds.kernels.sk_leave(self._rounds.number, turn.number)
 
     def run(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step] | None:
-        """A round of these requests, whose drafts grow in the kernels.
+        """A round of these requests, whose drafts grow or are found in the kernels.
 
         Args:
             requests: with their prompts read.
@@ -73,7 +80,8 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, drafts are Python's.
         """
-        return None if self._given else self._run(requests, depths, None, clock)
+        self._texts = self._texts_of(requests)
+        return None if self._given and self._texts is None else self._run(requests, depths, None, clock)
 
     def score(self, requests: Sequence[Request], drafted: DraftBatch, clock: RoundClock) -> list[Step] | None:
         """Score, verify and commit these drafts of Python.
@@ -83,6 +91,7 @@ class NativeRounds:
         """
         if not self._given or any(request.fault is not None for request in requests):
             return None
+        self._texts = None
         return self._run(requests, [0] * len(requests), drafted, clock)
 
     def _run(
@@ -99,8 +108,9 @@ class NativeRounds:
     def _round(
         self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
     ) -> list[Step] | None:
-        drafter = self._drafter
-        before = drafter.prefill_seconds if drafter is not None else 0.0
+        drafter, texts = self._drafter, self._texts
+        reads = self._looking if texts is not None else drafter
+        before = reads.prefill_seconds if reads is not None else 0.0
         done: Drafting | None = None
         try:
             asked = self._begin(requests, depths, drafted.drafts if drafted is not None else None)
@@ -108,7 +118,7 @@ class NativeRounds:
                 done = self._rounds.run(len(requests), asked, *self._costs)
         except Exception as error:
             logger.debug("a round in the kernels failed: %r", error)
-        catching_up = drafter.prefill_seconds - before if drafter is not None else 0.0
+        catching_up = reads.prefill_seconds - before if reads is not None else 0.0
         if done is None:  # no request knows of it
             for request in requests:
                 request.stats.prefill_seconds += catching_up
@@ -117,8 +127,14 @@ class NativeRounds:
         if done.passes and drafter is not None:
             drafter.reader.passes += done.passes
             drafter.reader.took(done.passes, done.besides)
-        clock.scored(requests, drafted or DraftBatch([], done.seconds, catching_up, done.passes, done.passes > 0))
-        return self._take(requests, drafted, clock)
+        committed, took = self._rounds.committed(len(requests)), (done.seconds, catching_up, done.passes)
+        if texts is not None and (asked := any(depths)):
+            texts.spent(done.besides + catching_up)
+            took = done.besides, catching_up, max(found.depth for found in committed)
+        else:
+            asked = done.passes > 0
+        clock.scored(requests, drafted or DraftBatch([], *took, asked))
+        return self._take(requests, committed, drafted, clock)
 
     # ------------------------------------------------------------ before the passes
 
@@ -164,11 +180,15 @@ class NativeRounds:
             self._seat(self._drafter, lacking)
         if drafts is not None and not self._give(requests, turns, drafts):
             return None
-        sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
+        if self._texts is not None:
+            sizes = [
+                self._found(self._texts, *each, len(requests)) for each in zip(requests, turns, depths, strict=True)
+            ]
+        else:
+            sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
         missing = width = 0
         for turn, size in zip(turns, sizes, strict=True):
-            if size.depth:
-                assert turn.seat is not None
+            if size.depth and turn.seat is not None:
                 missing, width = missing + turn.length - len(turn.seat.held), width + size.width
         rows = len(requests) + sum([size.nodes for size in sizes])
         wanted = [max(missing, width), rows][-len(rounds.models) :]
@@ -177,7 +197,7 @@ class NativeRounds:
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, moved)
-        self._costs = self._tables.of(sizes, self._drafter)
+        self._costs = (self._texts.prices, None) if self._texts is not None else self._tables.of(sizes, self._drafter)
         return b"".join([size.asked for size in sizes])
 
     def _enter(self, request: Request) -> Turn | None:
@@ -191,6 +211,36 @@ class NativeRounds:
         number = self._rounds.kernels.sk_enter(*at, len(context.stop_ids), stops)
         turn = self._turns[request.id] = Turn(number, len(context.tokens))
         return turn
+
+    def _texts_of(self, requests: Sequence[Request]) -> NativeTexts | None:
+        """Where the drafts of these requests are found; None: not in the kernels, or what they write is known."""
+        looking = self._looking
+        if looking is None or not self._target.describable() or looking.texts is None:
+            return None
+        kind = looking.texts.kind
+        for request in requests:
+            known = request.repeats or request.sampler.forced is not None or request.fault is not None
+            if known or kind not in request.verifier.takes:
+                return None
+        return looking.texts
+
+    def _found(self, texts: NativeTexts, request: Request, turn: Turn, gamma: int, batch: int) -> TreeSize:
+        """How large a request's draft may become that is found in its text; its turn has it too."""
+        context = request.context
+        text = texts.read(context) if gamma else None
+        if text is None:
+            if turn.size.depth or not turn.size.asked:
+                turn.size = TreeSize.none(turn.number)
+            return turn.size
+        if turn.text is not text:
+            tail = numbers(context.tokens[-LONG:])
+            self._rounds.kernels.sk_look_up_in(self._rounds.number, turn.number, text.number, len(tail), tail)
+            turn.text = text
+        most = context.nodes
+        if most <= gamma:  # chains: together they may be a tree, as large as the pass has room for
+            most = min(gamma * len(texts.members), max(most, self._target.sizes[-1] // batch - 1))
+        turn.size = TreeSize.found(turn.number, texts.wanted(context, gamma, most))
+        return turn.size
 
     def _seat(self, drafter: ModelDrafter, lacking: Sequence[tuple[Context, Turn]]) -> None:
         """Have the draft model follow these requests, whose texts it has not read."""
@@ -219,10 +269,11 @@ class NativeRounds:
 
     # ------------------------------------------------------------ after the passes
 
-    def _take(self, requests: Sequence[Request], drafted: DraftBatch | None, clock: RoundClock) -> list[Step]:
+    def _take(
+        self, requests: Sequence[Request], committed: Sequence[Committed], drafted: DraftBatch | None, clock: RoundClock
+    ) -> list[Step]:
         """Take over what a round has committed."""
         steps, rows = [], 0
-        committed = self._rounds.committed(len(requests))
         features = self._rounds.features(self._target.sizes[-1]) if self._wants_states else None
         drafts = drafted.drafts if drafted is not None else None
         ranked: PassOutput | None = None
@@ -264,7 +315,10 @@ class NativeRounds:
             )
             rows = Rows(_NO_LOGITS, request.sampler, len(request.tokens))  # nobody reads them, see `judged`
             return request.commit(draft, verdict, rows)
-        step = request.commit_round(found, drafter.name if drafter is not None else "")
+        if self._texts is not None:
+            members = self._texts.members
+            return request.commit_round(found, [members[which].name for which, _ in found.places])
+        step = request.commit_round(found, [drafter.name] * len(found.path) if drafter is not None else ())
         if found.places and drafter is not None:
             seat = turn.seat
             assert seat is not None

@@ -10,6 +10,7 @@ from typing import Any
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.confidence import RANKS
 from sakiyomi.drafters.model import ModelDrafter, Seat
+from sakiyomi.drafters.native_texts import NativeText
 from sakiyomi.drafters.native_trees import TreeSize, level_seconds
 from sakiyomi.drafters.tree_reader import begin_tree, is_drawn
 from sakiyomi.drafters.trees import BUILDERS
@@ -35,6 +36,7 @@ class Turn:
         room, seat_room: columns that are reserved in the target's cache, and in the draft model's.
         seat: in the draft model's cache; None: it drafts nothing yet.
         stream: what candidates are drawn by; None: they are not drawn.
+        text: in which its drafts are found; None: the kernels do not have it.
     """
 
     number: int = -1
@@ -44,6 +46,7 @@ class Turn:
     seat_room: int = 0
     seat: Seat | None = None
     stream: Uniforms | None = None
+    text: NativeText | None = None
 
     def reserve(self, request: Request, target: ModelRunner, draft: ModelRunner, moved: bool) -> None:
         """Make room for a draft and some more, where there is none yet or the caches have `moved`.

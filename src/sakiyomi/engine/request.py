@@ -231,8 +231,8 @@ class Request:
             self.rounds.append(self._round(draft, verdict, rows))
         return self._take(tokens, entries, text, reason)
 
-    def commit_round(self, found: Committed, drafter: str) -> Step:
-        """As ``commit``, for a round that the kernels ran with a draft of `drafter`."""
+    def commit_round(self, found: Committed, drafters: Sequence[str]) -> Step:
+        """As ``commit``, for a round that the kernels ran; `drafters` proposed the accepted tokens."""
         tokens, used, reason, text = found.tokens, found.used, found.reason, ""
         if self.live:
             text, stopped = self.text.push(tokens[:used])
@@ -241,7 +241,8 @@ class Request:
         accepted, probs, chances = len(found.path), found.probs, found.chances
         number = self.stats.rounds + 1
         entries = [
-            TokenTrace(tokens[i], drafter, "accepted", number, chances[i], probs[i]) for i in range(min(accepted, used))
+            TokenTrace(tokens[i], drafters[i], "accepted", number, chances[i], probs[i])
+            for i in range(min(accepted, used))
         ]
         if used > accepted:
             entries.append(TokenTrace(tokens[accepted], "target", found.kind, number, chances[accepted]))

@@ -41,6 +41,7 @@
 #include "round.h"
 #include "row.h"
 #include "selftest.h"
+#include "texts.h"
 #include "torch.h"
 #include "vector.h"
 #include "verify.h"

@@ -24,7 +24,7 @@ extern "C" void sk_rows(int64_t session, int64_t count, const void* table, int64
 namespace {
 
 enum Rule : int64_t { greedy, coupled, drawn, listed };  // as drafters/native_trees.py numbers them
-enum Shape : int64_t { of_chain, best_first, by_probs, by_level, fixed_shape };  // likewise; see Shape in drafters/trees/base.py
+enum Shape : int64_t { of_chain, best_first, by_probs, by_level, fixed_shape, of_text };  // likewise; see Shape in drafters/trees/base.py
 
 // How large a tree may become, as drafters/native_trees.py packs it.
 struct Extent {

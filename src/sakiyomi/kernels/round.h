@@ -1,6 +1,6 @@
 // Rounds of requests: draft, score, verify, commit. One object for each request holds its draft, the rows of its passes and what of them
-// stays in the caches; it is kept here from round to round. Drafts are trees that grow here (growth.h), or are given by Python. Passes of
-// models that have a program (program.h) are run here, others by Python, for which they are described. Python reads what was committed
+// stays in the caches; it is kept here from round to round. Drafts are trees that grow here (growth.h), are found in texts (texts.h), or are
+// given by Python. Passes of models that have a program (program.h) are run here, others by Python, for which they are described. Python reads what was committed
 // (verify.h decides that); where there is no target, Python reads the trees.
 
 #pragma once
@@ -12,6 +12,7 @@
 
 #include "growth.h"
 #include "program.h"
+#include "texts.h"
 #include "verify.h"
 
 extern "C" void sk_keep(int64_t session, int64_t slot, int64_t first, int64_t count, const int64_t* rows);
@@ -34,6 +35,11 @@ struct Request : Tree {
   int64_t slot = -1;      // in the target's cache, which holds all of its tokens but the last
   int64_t last = 0;       // most tokens that it may have
   Nodes nodes;            // of this round
+  ReadText* text = nullptr;   // in which drafts are found; it is Python's
+  bool asks = false;      // its draft of this round was found there
+  Tokens said_by;         // who guessed each of its nodes first
+  std::vector<double> said_chances;  // with which chance
+  Tokens tail;            // the text's last tokens, those that nobody has read in it among them
   std::vector<float> drawn_from;  // by place: what candidates are drawn from
 
   int64_t length() const { return ask.first; }
@@ -49,6 +55,7 @@ using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
+constexpr size_t longest_tail = 256, kept_tail = 64;  // LONG in text_base.py
 enum Ended : int64_t { goes_on, by_stop, by_length };
 constexpr int64_t most_passes = 256;
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
@@ -67,7 +74,7 @@ struct Rounds {
   std::vector<Request> requests;
   std::vector<Request*> round;
   const double* scored = nullptr;  // seconds of the target's pass by the nodes of all drafts, where these are weighed
-  bool drafting = false;
+  bool drafting = false, asking = false;  // of a draft model, of texts
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
   std::vector<Tensor> held;         // those of passes that were run here
@@ -80,11 +87,14 @@ struct Rounds {
 
   int64_t begin(int64_t count, const Asked* asked, const double* level) {
     round.clear(), held.clear(), scorer = nullptr, passes.clear(), forest.trees.clear();
-    times[0] = times[1] = 0, began = Clock::now();
+    times[0] = times[1] = 0, began = Clock::now(), asking = false;
     for (int64_t i = 0; i < count; ++i) {
       Request& own = requests[asked[i].number];
       round.push_back(&own);
-      own.grows = asked[i].extent.depth;
+      own.asks = asked[i].extent.depth && asked[i].extent.shape == of_text;
+      own.grows = asked[i].extent.depth && !own.asks;
+      asking |= own.asks;
+      if (own.asks) look_up(own, asked[i].extent, level);
       if (!own.grows) continue;
       (Grown&)own = {}, own.nodes = {}, (Extent&)own.ask = asked[i].extent;
       if (target.session && own.ask.rule == drawn) {
@@ -96,6 +106,31 @@ struct Rounds {
     }
     forest.seconds = level, drafting = !forest.trees.empty();
     return drafting ? after(forest.begin()) : score();
+  }
+
+  // A draft from what followed the same tokens before.
+  void look_up(Request& own, const Extent& extent, const double* seconds) {
+    ReadText& text = *own.text;
+    const int64_t missing = own.length() - text.seen;
+    check(missing >= 0 && missing <= (int64_t)own.tail.size(), "a text that nobody has read");
+    text.read(own.tail.data() + own.tail.size() - missing, missing);
+    text.seen += missing;
+    TextDraft draft = text.propose({extent.depth, extent.nodes, extent.width, extent.weighed, extent.siblings, extent.rate, seconds}, own.stops);
+    Nodes& to = own.nodes = {};
+    own.said_by.assign(draft.tokens.size(), -1), own.said_chances.resize(draft.tokens.size());
+    if (std::any_of(draft.tokens.begin(), draft.tokens.end(), [&](int64_t token) { return token >= target.vocab; })) return;
+    for (size_t i = 0; i < draft.draws.size(); ++i) {
+      const int64_t node = draft.draws[i];
+      to.draws.insert(to.draws.end(), {node, -1});
+      if (own.said_by[node] < 0) own.said_by[node] = draft.members[i], own.said_chances[node] = draft.chances[i];
+    }
+    to.tokens = std::move(draft.tokens), to.parents = std::move(draft.parents), to.depth = depth_of(to.parents);
+  }
+
+  static int64_t depth_of(const Tokens& parents) {
+    Tokens depths;
+    for (int64_t parent : parents) depths.push_back(parent < 0 ? 1 : depths[parent] + 1);
+    return depths.empty() ? 0 : *std::max_element(depths.begin(), depths.end());
   }
 
   // What follows when a level of all trees was begun, in a pass of so many rows.
@@ -153,15 +188,14 @@ struct Rounds {
     const bool of_rows = own.ask.rule == drawn;  // else they are point masses
     to.candidates = std::move(candidates);
     to.distinct = of_rows && own.ask.shape == fixed_shape, to.probs = of_rows ? own.ask.probs : nullptr;
-    std::vector<int64_t> node_of(own.tokens.size(), -1), depths;
+    std::vector<int64_t> node_of(own.tokens.size(), -1);
     for (int64_t candidate : to.candidates) {
       const int64_t above = own.parents[candidate], parent = above < 0 ? -1 : node_of[above], node = to.tokens.size();
       node_of[candidate] = node;
       to.tokens.push_back(own.tokens[candidate]), to.parents.push_back(parent);
       to.draws.insert(to.draws.end(), {node, of_rows ? place_of(own, candidate) : -1});
-      depths.push_back(parent < 0 ? 1 : depths[parent] + 1);
-      to.depth = std::max(to.depth, depths.back());
     }
+    to.depth = depth_of(to.parents);
   }
 
   // Describes the target's pass: of each request its last token and its draft.
@@ -205,6 +239,10 @@ struct Rounds {
     const auto verdicts = judge(cases.size(), cases.data(), numbers.data(), logits, target.vocab);
     for (const Verdict& verdict : verdicts)
       if (!verdict.decided) return none_left;
+    if (asking)
+      for (size_t i = 0; i < round.size(); ++i)
+        if (Request& own = *round[i]; own.text && own.text->recycled)
+          own.text->recycled->rank(Last(own.tail.data(), own.tail.size()), own.nodes.tokens, own.nodes.parents, logits + cases[i].row * target.vocab, target.vocab);
     int64_t* to = ints + 2;
     double* real = doubles;
     for (size_t i = 0; i < round.size(); ++i) write(*round[i], verdicts[i], to, real);
@@ -263,7 +301,7 @@ struct Rounds {
   // Commits one verdict, and writes for Python (see `Committed` in kernel_rounds.py), as whole numbers: how many tokens count, why the text
   // ends there, number of nodes, their depth, numbers of accepted and of refused nodes, the ending, tokens that the draft model has read, both
   // streams; the tokens, the accepted and the refused nodes; what `tell` writes. As others: the tokens' chances, the draft's of the path, and
-  // what `tell` writes.
+  // what `tell` writes. Of a draft that was found in texts, who guessed each node of the path, as the rank of a place.
   void write(Request& own, const Verdict& found, int64_t*& to, double*& real) {
     const Nodes& nodes = own.nodes;
     const int64_t accepted = found.path.size();
@@ -289,15 +327,20 @@ struct Rounds {
       own.missing.assign(1, tokens.back());
     }
     own.ask.first += tokens.size();
+    if (own.text) {
+      own.tail.insert(own.tail.end(), tokens.begin(), tokens.end());
+      if (own.tail.size() > longest_tail) own.tail.erase(own.tail.begin(), own.tail.end() - kept_tail);
+    }
     for (int64_t x : {used, int64_t(ended), int64_t(nodes.tokens.size()), nodes.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
                       own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream)})
       *to++ = x;
     to = std::copy(tokens.begin(), tokens.end(), to);
     for (const auto* part : {&found.path, &found.refused}) to = std::copy(part->begin(), part->end(), to);
     real = std::copy(found.chances.begin(), found.chances.end(), real);
-    for (int64_t node : found.path) *real++ = own.grows ? prob_of(own, nodes.candidates[node]) : 0;
+    for (int64_t node : found.path) *real++ = own.grows ? prob_of(own, nodes.candidates[node]) : own.asks ? own.said_chances[node] : 0;
     if (own.grows) tell(own, tokens, to, real);
-    else *to++ = 0;
+    else *to++ = own.asks ? accepted : 0;
+    for (int64_t i = 0; own.asks && i < accepted; ++i) *to++ = own.said_by[found.path[i]], *to++ = 1;
     own.nodes = {};
   }
 };
@@ -332,7 +375,7 @@ int64_t sk_enter(int64_t rounds, const void* judged, int64_t slot, int64_t lengt
   while (number < all.size() && all[number].taken) ++number;
   if (number == all.size()) all.emplace_back();
   Request& own = all[number];
-  own.taken = true, own.nodes = {}, own.ask = {}, own.ask.slot = -1, own.ask.first = length;
+  own.taken = true, own.text = nullptr, own.nodes = {}, own.ask = {}, own.ask.slot = -1, own.ask.first = length;
   own.judged = *(const Case*)judged, own.slot = slot, own.last = last;
   own.stops.assign((const int64_t*)stops, (const int64_t*)stops + count);
   own.missing.assign(1, token);
@@ -357,11 +400,13 @@ void sk_draft(int64_t rounds, int64_t number, const void* judged, const int64_t*
   const int64_t *parents = numbers + given.nodes, *draws = parents + given.nodes;
   Nodes& to = ((Rounds*)rounds)->requests[number].nodes;
   to = {{}, {numbers, parents}, {parents, draws}, {draws, draws + 2 * given.draws}, given.distinct, 0, given.probs};
-  std::vector<int64_t> depths;
-  for (int64_t parent : to.parents) {
-    depths.push_back(parent < 0 ? 1 : depths[parent] + 1);
-    to.depth = std::max(to.depth, depths.back());
-  }
+  to.depth = Rounds::depth_of(to.parents);
+}
+
+// Its drafts are found in this text from here on, which Python frees after the request has left; the last tokens of the request.
+void sk_look_up_in(int64_t rounds, int64_t number, int64_t text, int64_t count, const int64_t* tail) {
+  Request& own = ((Rounds*)rounds)->requests[number];
+  own.text = (ReadText*)text, own.tail.assign(tail, tail + count);
 }
 
 // The address of the logits of the target's pass, which was run here in the last round: they stay until the next one.
@@ -370,7 +415,10 @@ int64_t sk_logits(int64_t rounds) { return (int64_t)((Rounds*)rounds)->held.back
 // Copies the hidden states of the target's pass, which was run here in the last round.
 void sk_states(int64_t rounds, void* const* to) { ((Rounds*)rounds)->scorer->states(to); }
 
-void sk_leave(int64_t rounds, int64_t number) { ((Rounds*)rounds)->requests[number].taken = false; }
+void sk_leave(int64_t rounds, int64_t number) {
+  Request& own = ((Rounds*)rounds)->requests[number];
+  own.taken = false, own.text = nullptr;
+}
 
 // One tree, as drafters/native_trees.py reads it: how many whole numbers, and how many others, which lie at `ints` and `doubles`.
 void sk_grown(int64_t rounds, int64_t number, int64_t* counts, const int64_t** ints, const double** doubles) {

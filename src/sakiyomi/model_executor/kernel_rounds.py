@@ -53,7 +53,7 @@ class Committed(NamedTuple):
         chances: what the target gave the tokens.
         probs: what the draft gave the accepted ones.
         places: for each place in the tree that the target came to, which of its candidates it chose (-1: none), and
-            their scores.
+            their scores; of a draft that was found in texts, which drafter guessed each accepted token.
     """
 
     used: int

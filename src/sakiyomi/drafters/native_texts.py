@@ -1,0 +1,279 @@
+"""Drafts from text in the compiled kernels: what `kernels/texts.h` reads and guesses for a request.
+
+It does the same as the readers of the text drafters and as ``MergedDrafter``, which remain for processes without these
+kernels, and for drafts that a model shares.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from sakiyomi.cache.prefix import alike
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
+from sakiyomi.drafters.base import Context, Ranked
+from sakiyomi.drafters.draft_length import TokenValue
+from sakiyomi.drafters.graph_file import LENGTHS, Entries
+from sakiyomi.kernels.native import numbers
+
+CHUNK = 4096  # most tokens that are read in one round, so that other requests do not wait long
+LONG = 64  # more tokens than these at once are a prompt
+_WANTED = struct.Struct("=5qdQ")  # Wanted in texts.h
+
+
+def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
+    """Numbers as the kernels take them."""
+    return (ctypes.c_double * len(values))(*values)
+
+
+class Wanted(NamedTuple):
+    """What is wanted of a request's draft, see `Wanted` in `texts.h`.
+
+    Attributes:
+        depth, nodes: at most.
+        most: nodes of several drafters' guesses together.
+        members: bits of the drafters that are asked.
+        worth: what a token is worth, where that is weighed.
+        seconds: of a pass by nodes of each request's draft, likewise.
+    """
+
+    depth: int
+    nodes: int
+    most: int
+    members: int
+    worth: TokenValue | None
+    seconds: Any
+
+    def pack(self) -> bytes:
+        """As the kernels take it."""
+        rate = self.worth.rate if self.worth is not None else 0.0
+        table = ctypes.addressof(self.seconds) if self.seconds is not None else 0
+        return _WANTED.pack(self.depth, self.nodes, self.most, self.worth is not None, self.members, rate, table)
+
+
+class NativeText:
+    """A request's text in the kernels.
+
+    Args:
+        kernels: the library.
+        claims: of the drafters that share it; 0: there is one.
+
+    Attributes:
+        number: its own there.
+    """
+
+    def __init__(self, kernels: Any, claims: int) -> None:
+        self.kernels, self.number = kernels, int(kernels.sk_text(claims))
+        self._seen = ctypes.c_int64.from_address(kernels.sk_text_seen(self.number))
+        weakref.finalize(self, kernels.sk_free_text, self.number)
+
+    @property
+    def seen(self) -> int:
+        """How many of the request's tokens were read."""
+        return self._seen.value
+
+    def read(self, tokens: Sequence[int], *, own: bool = True) -> None:
+        """Learn the next tokens of the text; those that are not its own come before it."""
+        self.kernels.sk_text_read(self.number, len(tokens), numbers(tokens))
+        if own:
+            self._seen.value += len(tokens)
+
+    def branch(self, head: Sequence[int]) -> None:
+        """Continue behind ``head``, the beginning of what was read; what followed it becomes another text."""
+        self.kernels.sk_text_branch(self.number, len(head), numbers(head))
+
+
+class Member(Protocol):
+    """A drafter with a reader in the kernels, see ``TextDrafter``."""
+
+    name: str
+    forward_seconds: float
+    prefill_seconds: float
+
+    @property
+    def kernels(self) -> Any:
+        """The kernels."""
+        ...
+
+    def add_reader(self, text: int, context: Context) -> None:
+        """Add its reader to a text."""
+        ...
+
+
+class NativeTexts:
+    """The texts of a drafter's requests.
+
+    Args:
+        name: of the drafter.
+        members: whose readers read each text: one drafter, or those that are merged.
+        merged: they are.
+
+    Attributes:
+        name, members: see above.
+        kind: of its drafts.
+    """
+
+    def __init__(self, name: str, members: Sequence[Member], *, merged: bool) -> None:
+        self.name, self.members, self._kernels = name, members, members[0].kernels
+        self.kind: DraftKind = "merged" if merged else "point_mass"
+        self._claims = 0
+        if merged:
+            self._claims = int(self._kernels.sk_claims(len(members)))
+            weakref.finalize(self, self._kernels.sk_free_claims, self._claims)
+        self._counts, self._ints = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)()
+        self._doubles = ctypes.POINTER(ctypes.c_double)()
+        self._priced: tuple[Any, int] = None, 0  # what the table is of
+        self._table: Any = ()
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``."""
+        began = time.perf_counter()
+        drafts = [self._propose(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        self.spent(time.perf_counter() - began)
+        return drafts
+
+    @property
+    def prices(self) -> Any:
+        """The table that ``wanted`` made last; None: none."""
+        return self._table or None
+
+    def spent(self, seconds: float) -> None:
+        """Add seconds to those of the drafter, whose clock is that of its members."""
+        self.members[0].forward_seconds += seconds
+
+    def wanted(self, context: Context, gamma: int, most: int) -> Wanted:
+        """What is wanted of a draft of so many levels, and of ``most`` nodes where it is merged."""
+        worth, asks = context.worth, context.asks
+        mask = sum([1 << i for i, member in enumerate(self.members) if asks is None or member.name in asks])
+        if worth is None:
+            return Wanted(gamma, context.nodes, most, mask, None, None)
+        costs, nodes = worth.costs, max(context.nodes, most)
+        if self._priced != (costs.score, costs.batch) or nodes >= len(self._table):
+            self._table = doubles([costs.score(costs.batch * (count + 1)) for count in range(nodes + 1)])
+            self._priced = costs.score, costs.batch
+        return Wanted(worth.depth, context.nodes, most, mask, worth, self._table)
+
+    def read(self, context: Context) -> NativeText | None:
+        """A request's text, of which no more than a few tokens are unread; None: there are more than a round reads."""
+        text: NativeText | None = context.memory.get(self.name)
+        if text is None:
+            text = NativeText(self._kernels, self._claims)
+            for member in self.members:
+                member.add_reader(text.number, context)
+            context.memory[self.name] = text
+            if context.source is not None:
+                self._prefill(text, context.source.tokens, own=False)
+        missing = len(context.tokens) - text.seen
+        if missing <= LONG:
+            return text
+        self._prefill(text, context.tokens[text.seen : text.seen + CHUNK])
+        return text if missing <= CHUNK else None
+
+    def inherit(self, context: Context, earlier: Context) -> None:
+        """See ``Drafter.inherit``."""
+        text: NativeText | None = earlier.memory.pop(self.name, None)
+        if text is None:
+            return
+        shared = alike(earlier.tokens[: text.seen], context.tokens)
+        if shared < text.seen:
+            text.branch(context.tokens[:shared])
+        context.memory[self.name] = text
+
+    def _propose(self, context: Context, gamma: int) -> Draft:
+        text = self.read(context)
+        if text is None:
+            return Draft.empty()
+        if missing := context.tokens[text.seen :]:
+            text.read(missing)
+        most = context.nodes if context.nodes > gamma else gamma * len(self.members)
+        asked, ends = self.wanted(context, gamma, most).pack(), numbers([*context.stop_ids])
+        found = self._counts, ctypes.byref(self._ints), ctypes.byref(self._doubles)
+        self._kernels.sk_text_propose(text.number, asked, len(ends), ends, *found)
+        nodes, draws = self._counts
+        if not nodes:
+            return Draft.empty()
+        whole, chances = self._ints[: 2 * (nodes + draws)], self._doubles[:draws]
+        names = [self.members[member].name for member in whole[2 * nodes + draws :]]
+        drawn = map(Draw, whole[2 * nodes : 2 * nodes + draws], names, [None] * draws, chances)
+        return Draft(TokenTree(tuple(whole[:nodes]), tuple(whole[nodes : 2 * nodes])), self.kind, tuple(drawn))
+
+    def _prefill(self, text: NativeText, tokens: Sequence[int], *, own: bool = True) -> None:
+        """Read tokens, and count the time as spent on prompts."""
+        began = time.perf_counter()
+        text.read(tokens, own=own)
+        self.members[0].prefill_seconds += time.perf_counter() - began
+
+
+class NativeGraph:
+    """What rows have ranked first, in the kernels; see ``TokenGraph``.
+
+    Args:
+        kernels: the library.
+        most: contexts that are kept of each length.
+        after: entries of a file; None: there is none.
+        priors: initial chance of each kind of guess.
+
+    Attributes:
+        number: its own there.
+    """
+
+    def __init__(self, kernels: Any, most: int, after: tuple[Entries, ...] | None, priors: Sequence[float]) -> None:
+        self._kernels, self._priors = kernels, doubles(priors)
+        self.number = int(kernels.sk_recycled(most, after is not None, len(priors), self._priors))
+        weakref.finalize(self, kernels.sk_free_recycled, self.number)
+        for which, entries in enumerate(after or ()):
+            for key, (tokens, logs) in entries.items():
+                kernels.sk_recycled_load(self.number, which, key, len(tokens), numbers(tokens), doubles(logs))
+
+    def put(self, place: Sequence[int], ranked: Ranked) -> None:
+        """Keep what a row has ranked."""
+        tokens, logs = ranked
+        given = len(place), numbers(place), len(tokens), numbers(tokens), doubles(logs)
+        self._kernels.sk_recycled_put(self.number, *given)
+
+    def fresh(self) -> tuple[Entries, ...]:
+        """What is not in the file yet; it counts as written from now on."""
+        found = []
+        for which in range(LENGTHS):
+            count = int(self._kernels.sk_recycled_count(self.number, which))
+            keys, counts, tokens = (
+                (ctypes.c_uint64 * count)(),
+                (ctypes.c_int64 * count)(),
+                (ctypes.c_int64 * 4 * count)(),
+            )
+            logs = (ctypes.c_double * 4 * count)()
+            self._kernels.sk_recycled_fresh(self.number, which, keys, counts, tokens, logs)
+            rows = zip(keys, counts, tokens, logs, strict=True)
+            found.append({key: (own[:length], chances[:length]) for key, length, own, chances in rows})
+        self._kernels.sk_recycled_forget(self.number, 1, 0, None)
+        return tuple(found)
+
+    def forget(self) -> None:
+        """Drop everything."""
+        self._kernels.sk_recycled_forget(self.number, 0, len(self._priors), self._priors)
+
+
+class NativeAutomaton:
+    """The automaton of earlier texts, in the kernels; see ``SuffixAutomaton``.
+
+    Attributes:
+        number: its own there.
+    """
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels, self.number, self._tokens = kernels, int(kernels.sk_automaton()), 0
+        weakref.finalize(self, kernels.sk_free_automaton, self.number)
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return self._tokens
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add another text."""
+        self._kernels.sk_remember(self.number, len(tokens), numbers(tokens))
+        self._tokens += len(tokens)
