@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sakiyomi.core.tree import Draft, TokenTree
@@ -18,10 +19,13 @@ from sakiyomi.drafters.graph_file import GraphFile
 from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.memory import MemoryFile
 from sakiyomi.drafters.merged import MergedDrafter
+from sakiyomi.drafters.ngram import NgramDrafter
+from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.drafters.recycle import RecycleDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.drafters.text_base import TextDrafter
 from sakiyomi.kernels.build import native
+from sakiyomi.train.ngram import count_tables
 from text_drafters import context
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
@@ -33,9 +37,16 @@ MAKE: dict[str, Callable[[Path], list[TextDrafter]]] = {
     "suffix, earlier texts": lambda path: [SuffixDrafter(memory(path / "memory"))],
     "recycle": lambda _: [RecycleDrafter()],
     "recycle, a file": lambda path: [RecycleDrafter(GraphFile(path / "graph", DIGEST, 99, 50, 4))],
-    "merged": lambda _: [RecycleDrafter(), SuffixDrafter(), PromptLookup(3)],
+    "ngram": lambda _: [NgramDrafter(99)],
+    "ngram, a file": lambda _: [NgramDrafter(99, tables())],
+    "merged": lambda _: [RecycleDrafter(), SuffixDrafter(), PromptLookup(3), NgramDrafter(99)],
 }
 SEEDS = range(4)
+
+
+def tables() -> FileTables:
+    documents = [np.array(text_of(random.Random(seed), 300), np.int64) for seed in range(100, 103)]
+    return FileTables(3, count_tables(documents, 3, 99, least=1))
 
 
 def memory(path: Path) -> MemoryFile:
@@ -76,7 +87,8 @@ def drafts(make: Callable[[Path], list[TextDrafter]], folder: Path, seed: int, *
     for number in range(3):
         text = text_of(numbers, numbers.randrange(40, 400))
         begun = numbers.randrange(1, len(text) - 30)
-        requests.append((context(text[:begun], number=number, nodes=4), text[begun:]))
+        rule = "coupled" if number == 1 else "greedy"
+        requests.append((context(text[:begun], number=number, rule=rule, temperature=0.7 * number), text[begun:]))
     for step in range(60):
         for at, (request, left) in enumerate(requests):
             gamma = numbers.randrange(1, 9)
@@ -94,7 +106,9 @@ def drafts(make: Callable[[Path], list[TextDrafter]], folder: Path, seed: int, *
             if not left or step % 20 == 19:  # the conversation goes on, perhaps from an earlier place
                 kept = len(request.tokens) - numbers.randrange(0, 2) * numbers.randrange(1, 9)
                 later = text_of(numbers, 300)
-                other = context([*request.tokens[:kept], *later[:50]], number=3 + 3 * step + at, nodes=4)
+                rule = "coupled" if step % 40 == 39 else "greedy"
+                head = [*request.tokens[:kept], *later[:50]]
+                other = context(head, number=3 + 3 * step + at, rule=rule, temperature=0.7 * at)
                 if at:
                     drafter.inherit(other, request)
                 drafter.end(request)

@@ -16,6 +16,7 @@ from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.native_texts import NativeTexts
+from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.recycle import RecycleDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.native_rounds import NativeRounds
@@ -31,7 +32,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": SuffixDrafter,
     "recycle": RecycleDrafter,
     "prompt-lookup": PromptLookup,
-    "merged": lambda: MergedDrafter([RecycleDrafter(), SuffixDrafter(), PromptLookup()]),
+    "ngram": lambda: NgramDrafter(VOCAB),
+    "merged": lambda: MergedDrafter([RecycleDrafter(), SuffixDrafter(), PromptLookup(), NgramDrafter(VOCAB)]),
 }
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"nodes": 8},
@@ -64,7 +66,7 @@ def written(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NativeRounds, "run", watched)
-        if not kernels and kind in ("suffix", "prompt-lookup"):  # others would be told of rounds without a draft, too
+        if not kernels and kind not in ("recycle", "merged"):  # these would be told of rounds without a draft, too
             patch.setattr(NativeRounds, "score", lambda *_: None)
         if kernels and alone:
             patch.setattr(NativeTexts, "propose", lambda *_: pytest.fail("a draft was made for Python"))

@@ -76,6 +76,11 @@ class NativeText:
         """How many of the request's tokens were read."""
         return self._seen.value
 
+    def judged(self, context: Context) -> None:
+        """Its drafts are judged as this request says."""
+        how = context.rule == "coupled", context.noise.state, context.params.temperature
+        self.kernels.sk_text_judged(self.number, *how)
+
     def read(self, tokens: Sequence[int], *, own: bool = True) -> None:
         """Learn the next tokens of the text; those that are not its own come before it."""
         self.kernels.sk_text_read(self.number, len(tokens), numbers(tokens))
@@ -162,6 +167,7 @@ class NativeTexts:
         text: NativeText | None = context.memory.get(self.name)
         if text is None:
             text = NativeText(self._kernels, self._claims)
+            text.judged(context)
             for member in self.members:
                 member.add_reader(text.number, context)
             context.memory[self.name] = text
@@ -181,6 +187,7 @@ class NativeTexts:
         shared = alike(earlier.tokens[: text.seen], context.tokens)
         if shared < text.seen:
             text.branch(context.tokens[:shared])
+        text.judged(context)
         context.memory[self.name] = text
 
     def _propose(self, context: Context, gamma: int) -> Draft:
@@ -255,6 +262,24 @@ class NativeGraph:
     def forget(self) -> None:
         """Drop everything."""
         self._kernels.sk_recycled_forget(self.number, 0, len(self._priors), self._priors)
+
+
+class NativeTables:
+    """Trained tables of n-grams, in the kernels; see ``FileTables.arrays``, whose memory they read.
+
+    Attributes:
+        number: its own there.
+    """
+
+    def __init__(
+        self, kernels: Any, order: int, parts: Sequence[Sequence[Any]], unigrams: Any, after: tuple[Any, ...]
+    ) -> None:
+        self._held = parts, unigrams
+        places = [place for own in parts for place in (len(own[0]), *(part.ctypes.data for part in own))]
+        total, kinds, top, _ = after
+        given = numbers([*places, total, kinds, len(unigrams), unigrams.ctypes.data, *top])
+        self.number = int(kernels.sk_ngrams(order, given, len(top)))
+        weakref.finalize(self, kernels.sk_free_ngrams, self.number)
 
 
 class NativeAutomaton:

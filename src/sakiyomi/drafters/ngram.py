@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
 from sakiyomi.core.digests import tokenizer_digest
 from sakiyomi.drafters.base import Context, DrafterContext
 from sakiyomi.drafters.guessed_tree import GuessedTree
-from sakiyomi.drafters.ngram_file import WIDEST, OnlineTables, Tables, read_tables
+from sakiyomi.drafters.native_texts import NativeTables, doubles
+from sakiyomi.drafters.ngram_file import ORDER, WIDEST, FileTables, OnlineTables, Tables, read_tables
 from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 __all__ = ["NgramDrafter", "NgramReader", "Tables"]
@@ -129,9 +131,15 @@ class NgramDrafter(TextDrafter):
     """
 
     name = "ngram"
+    compiled = True
 
     def __init__(self, vocab_size: int, tables: Tables | None = None) -> None:
         self._vocab_size, self._tables = vocab_size, tables
+
+    @cached_property
+    def _native_tables(self) -> NativeTables | None:
+        """The trained tables in the kernels; None: there are none."""
+        return NativeTables(self.kernels, *self._tables.arrays()) if isinstance(self._tables, FileTables) else None
 
     @classmethod
     def make(cls, argument: str | None, around: DrafterContext) -> NgramDrafter:
@@ -140,6 +148,11 @@ class NgramDrafter(TextDrafter):
             return cls(around.vocab_size)
         tables = read_tables(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size)
         return cls(around.vocab_size, tables)
+
+    def add_reader(self, text: int, context: Context) -> None:
+        """See ``TextDrafter.add_reader``."""
+        tables = self._native_tables.number if self._native_tables is not None else 0
+        self.kernels.sk_read_ngrams(text, tables, ORDER, self._vocab_size, doubles(_MIDDLES * 2))
 
     def reader(self, context: Context) -> NgramReader:
         """See ``TextDrafter.reader``."""

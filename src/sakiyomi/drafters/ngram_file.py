@@ -118,10 +118,16 @@ class FileTables:
         # those of a file may not be.
         held = {name: np.require(tensor, requirements="A") for name, tensor in tensors.items()}
         self._orders = [tuple(memoryview(held[f"{part}.{n}"].data) for part in _PARTS) for n in range(2, order + 1)]
-        unigrams = tensors["unigrams"]
+        unigrams = self._counts = np.require(tensors["unigrams"], np.int64, "A")
         top = np.argsort(-unigrams, kind="stable")[:WIDEST]
         counts = {token: count for token, count in enumerate(unigrams.tolist()) if count}
         self._unigrams: Seen = (sum(counts.values()), len(counts), [t for t in top.tolist() if t in counts], counts)
+
+    def arrays(self) -> tuple[int, list[list[NDArray[Any]]], NDArray[Any], Seen]:
+        """The order; of each order from 2 on the file's parts; counts of single tokens, and as ``after`` has them."""
+        kinds = (np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
+        parts = [[np.require(*each, ("A", "C")) for each in zip(parts, kinds, strict=True)] for parts in self._orders]
+        return self.order, parts, self._counts, self._unigrams
 
     def after(self, run: tuple[int, ...]) -> Seen | None:
         """See ``Tables.after``."""

@@ -128,12 +128,11 @@ class NativeRounds:
             drafter.reader.passes += done.passes
             drafter.reader.took(done.passes, done.besides)
         committed, took = self._rounds.committed(len(requests)), (done.seconds, catching_up, done.passes)
-        if texts is not None and (asked := any(depths)):
+        looked = texts is not None and any(depths)
+        if texts is not None and looked:
             texts.spent(done.besides + catching_up)
             took = done.besides, catching_up, max(found.depth for found in committed)
-        else:
-            asked = done.passes > 0
-        clock.scored(requests, drafted or DraftBatch([], *took, asked))
+        clock.scored(requests, drafted or DraftBatch([], *took, looked or done.passes > 0))
         return self._take(requests, committed, drafted, clock)
 
     # ------------------------------------------------------------ before the passes

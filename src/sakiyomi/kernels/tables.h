@@ -1,6 +1,7 @@
-// What text drafters know of texts: an index by 64-bit keys, a suffix automaton, the places of pairs, and what rows ranked first.
+// What text drafters know of texts: an index by 64-bit keys, a suffix automaton, the places of pairs, what rows ranked
+// first, and counts of n-grams.
 //
-// They hold what drafters/automaton.py, copy_source.py and recycle.py hold, which remain for processes without these kernels and are what the
+// They hold what drafters/automaton.py, copy_source.py, recycle.py and ngram_file.py hold, which remain for processes without these kernels and are what the
 // tests compare with.
 
 #pragma once
@@ -267,6 +268,9 @@ class CopySource {
   }
 };
 
+// Rounded before anything is added to it, as Python does: chances that are equal there are equal here.
+[[gnu::noinline]] inline double times(double a, double b) { return a * b; }
+
 // How often guesses of each kind were right; older ones fade.
 struct Chances {
   double memory;
@@ -278,8 +282,8 @@ struct Chances {
   }
 
   void learn(int64_t kind, bool right) {
-    hits[kind] = hits[kind] * memory + right;
-    tries[kind] = tries[kind] * memory + 1.0;
+    hits[kind] = times(hits[kind], memory) + right;
+    tries[kind] = times(tries[kind], memory) + 1.0;
     chances[kind] = hits[kind] / tries[kind];
   }
 };
@@ -375,6 +379,124 @@ class Graph {
 
   void clear() {
     for (Length& own : lengths) own = {};
+  }
+};
+
+// How often a run of tokens was continued, by how many different ones, and the most frequent of these, see Seen in ngram_file.py.
+struct Followed {
+  int64_t total = 0, kinds = 0, place = -1, count = 0;
+  const int32_t* top = nullptr;
+};
+
+// See Tables in ngram_file.py.
+struct Ngrams {
+  int64_t order;
+
+  explicit Ngrams(int64_t order) : order(order) {}
+  virtual ~Ngrams() = default;
+  // What followed a run; false: it was never seen, or nothing followed.
+  virtual bool after(const int64_t* run, int64_t length, Followed& to) const = 0;
+  // How often a token did.
+  virtual int64_t count(const Followed& run, int64_t token) const = 0;
+
+  static uint64_t number(const int64_t* run, int64_t length) {
+    uint64_t number = 0;
+    for (int64_t i = 0; i < length; ++i) number = (number * 0x5851F42D4C957F2Du + run[i] + 1) & ~(uint64_t(1) << 63);
+    return number;
+  }
+};
+
+constexpr int64_t widest_run = 16;  // WIDEST in ngram_file.py
+
+// Of a growing text, see OnlineTables.
+class OnlineNgrams : public Ngrams {
+  struct Run {
+    int32_t total = 0, kinds = 0, tops = 0;
+    int32_t top[widest_run];
+  };
+  Index index, counts;  // of runs; of a run's tokens
+  std::vector<Run> runs;
+
+  static uint64_t pair(int64_t place, int64_t token) { return uint64_t(place) << 32 | uint32_t(token); }
+
+  void learn(const int64_t* run, int64_t length, int64_t token) {
+    const uint64_t key = number(run, length);
+    int64_t place = index.get(key);
+    if (place < 0) index.set(key, place = runs.size()), runs.emplace_back();
+    Run& own = runs[place];
+    const int64_t count = std::max<int64_t>(0, counts.get(pair(place, token))) + 1;
+    counts.set(pair(place, token), count);
+    ++own.total, own.kinds += count == 1;
+    const auto count_at = [&](int64_t i) { return counts.get(pair(place, own.top[i])); };
+    int64_t at = std::find(own.top, own.top + own.tops, token) - own.top;
+    if (at == own.tops) {
+      if (own.tops < widest_run) ++own.tops;
+      else if (count_at(--at) >= count) return;
+      own.top[at] = token;
+    }
+    for (; at && count_at(at - 1) <= count; --at) std::swap(own.top[at], own.top[at - 1]);  // of equals the newest comes first
+  }
+
+ public:
+  using Ngrams::Ngrams;
+
+  void read(Tokens last, const int64_t* tokens, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      for (size_t start = 0; start <= last.size(); ++start) learn(last.data() + start, last.size() - start, tokens[i]);
+      last.push_back(tokens[i]);
+      if ((int64_t)last.size() >= order) last.erase(last.begin());
+    }
+  }
+
+  bool after(const int64_t* run, int64_t length, Followed& to) const override {
+    const int64_t place = index.get(number(run, length));
+    if (place >= 0) to = {runs[place].total, runs[place].kinds, place, runs[place].tops, runs[place].top};
+    return place >= 0;
+  }
+
+  int64_t count(const Followed& run, int64_t token) const override { return std::max<int64_t>(0, counts.get(pair(run.place, token))); }
+};
+
+// Of a file, see FileTables; Python holds them.
+class FileNgrams : public Ngrams {
+  struct Order {
+    int64_t count;
+    const int64_t *runs, *starts;
+    const int32_t *totals, *kinds, *tokens, *counts;
+  };
+  std::vector<Order> orders;
+  const int64_t* unigrams;
+  int64_t known;  // tokens that have a count there
+  Followed all;
+  std::vector<int32_t> top;
+
+ public:
+  // `tables`: of each order from 2 on how many runs, and where its parts lie; then of the single tokens their sum, how many different
+  // ones, how many have a count and where these lie, and the most frequent of them.
+  FileNgrams(int64_t order, const int64_t* tables, int64_t tops) : Ngrams(order) {
+    for (int64_t n = 2; n <= order; ++n, tables += 7)
+      orders.push_back({tables[0], (int64_t*)tables[1], (int64_t*)tables[2], (int32_t*)tables[3], (int32_t*)tables[4], (int32_t*)tables[5], (int32_t*)tables[6]});
+    known = tables[2], unigrams = (int64_t*)tables[3];
+    top.assign(tables + 4, tables + 4 + tops);
+    all = {tables[0], tables[1], -1, tops, top.data()};
+  }
+
+  bool after(const int64_t* run, int64_t length, Followed& to) const override {
+    if (!length) return to = all, true;
+    const Order& own = orders[length - 1];
+    const int64_t key = number(run, length), place = std::lower_bound(own.runs, own.runs + own.count, key) - own.runs;
+    if (place == own.count || own.runs[place] != key) return false;
+    const int64_t start = own.starts[place];
+    to = {own.totals[place], own.kinds[place], start, own.starts[place + 1] - start, own.tokens + start};
+    to.place = (length - 1) << 48 | start;
+    return true;
+  }
+
+  int64_t count(const Followed& run, int64_t token) const override {
+    if (run.place < 0) return token < known ? unigrams[token] : 0;
+    const Order& own = orders[run.place >> 48];
+    const int64_t at = std::find(run.top, run.top + run.count, token) - run.top;
+    return at == run.count ? 0 : own.counts[(run.place & ((int64_t(1) << 48) - 1)) + at];
   }
 };
 

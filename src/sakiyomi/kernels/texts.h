@@ -1,394 +1,10 @@
-// Drafts from text: what followed the same tokens before, in a request's own text, in earlier ones, or in the rows of earlier passes. Readers
-// guess, the likeliest guesses become a tree, and the trees of several readers are merged.
-//
-// What is computed is what drafters/lookup.py, suffix.py, recycle.py, guessed_tree.py and merged.py compute.
+// Drafts from texts: what several readers of a text guess (readers.h) is merged into one tree, as drafters/merged.py does.
 
 #pragma once
 
-#include <cmath>
-#include <functional>
-#include <memory>
-#include <numeric>
-#include <tuple>
-
-#include "row.h"
-#include "tables.h"
-#include "torch.h"
+#include "readers.h"
 
 namespace {
-
-// What is wanted of a draft, as drafters/native_texts.py packs it.
-struct Wanted {
-  int64_t depth, nodes;
-  int64_t most;           // nodes of a merged draft
-  int64_t weighed;        // nodes have to be worth their rows of the pass
-  int64_t members;        // bits of those that are asked
-  double rate;            // see TokenValue
-  const double* seconds;  // of a pass in which each request's draft has so many nodes, where they are weighed
-};
-
-// See GuessedTree.
-struct Guesses {
-  Tokens tokens, parents;
-  std::vector<double> chances;
-};
-
-constexpr double least_chance = 0.04;  // FLOOR in text_base.py
-
-inline std::vector<double> products(const Tokens& parents, const std::vector<double>& chances) {
-  std::vector<double> values(chances);
-  for (size_t i = 0; i < values.size(); ++i)
-    if (parents[i] >= 0) values[i] *= values[parents[i]];
-  return values;
-}
-
-// Nodes of largest value that are worth their rows, ascending: a tree, as no node is worth more than its parent.
-inline Tokens best_of(const std::vector<double>& values, int64_t most, const Wanted& wanted) {
-  Tokens order(values.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return values[a] > values[b]; });
-  order.resize(std::min<int64_t>(order.size(), most));
-  if (wanted.weighed) {
-    int64_t best = 0;
-    double reach = -wanted.rate * wanted.seconds[0], expected = 0;
-    for (size_t count = 1; count <= order.size(); ++count) {
-      expected += values[order[count - 1]];
-      const double gain = expected - wanted.rate * wanted.seconds[count];
-      if (gain > reach) best = count, reach = gain;
-    }
-    order.resize(best);
-  }
-  std::sort(order.begin(), order.end());
-  return order;
-}
-
-// The tree of these nodes alone.
-inline Tokens renumbered(const Tokens& parents, const Tokens& nodes) {
-  Tokens number(parents.size(), -1), found;
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    number[nodes[i]] = i;
-    found.push_back(parents[nodes[i]] < 0 ? -1 : number[parents[nodes[i]]]);
-  }
-  return found;
-}
-
-template <typename Place>
-struct Guess {
-  int64_t token;
-  double chance;
-  Place behind;
-};
-
-// Adds the likeliest nodes one after the other, as `grow` in guessed_tree.py. `expand`: the guesses behind a place, the best first.
-template <typename Place, typename Expand>
-Guesses grow(const Place& start, const Wanted& wanted, const Tokens& ends, Expand&& expand) {
-  struct Open {
-    double reached;
-    int64_t order, token, parent, level;
-    double chance;
-    Place behind;
-    bool operator<(const Open& other) const { return reached != other.reached ? reached < other.reached : order > other.order; }
-  };
-  Guesses found;
-  std::vector<Open> heap;
-  const bool chain = wanted.nodes <= wanted.depth;
-  int64_t order = 0;
-  auto open = [&](const Place& place, int64_t parent, int64_t level, double reached) {
-    for (const Guess<Place>& guess : expand(place)) {
-      if (reached * guess.chance < least_chance) break;
-      heap.push_back({reached * guess.chance, order++, guess.token, parent, level, guess.chance, guess.behind});
-      std::push_heap(heap.begin(), heap.end());
-      if (chain) break;
-    }
-  };
-  open(start, -1, 0, 1.0);
-  while (!heap.empty() && (int64_t)found.tokens.size() < wanted.nodes) {
-    std::pop_heap(heap.begin(), heap.end());
-    const Open next = heap.back();
-    heap.pop_back();
-    found.tokens.push_back(next.token), found.parents.push_back(next.parent), found.chances.push_back(next.chance);
-    if (next.level + 1 < wanted.depth && std::find(ends.begin(), ends.end(), next.token) == ends.end())
-      open(next.behind, found.tokens.size() - 1, next.level + 1, next.reached);
-  }
-  return found;
-}
-
-// Guesses about one text.
-struct Reader {
-  virtual ~Reader() = default;
-  // Learns the next tokens of the text.
-  virtual void read(const int64_t* tokens, int64_t count) = 0;
-  // Goes on behind `head`, the beginning of what was read.
-  virtual void branch(const int64_t* head, int64_t count) = 0;
-  virtual Guesses guess(const Wanted& wanted, const Tokens& ends) = 0;
-};
-
-// One whose guesses are of kinds, of which it counts how many were right, see GuessCalibration.
-struct CountingReader : Reader {
-  Chances chances;
-  std::vector<std::pair<int64_t, int64_t>> path;  // kinds and tokens of the likeliest path
-  size_t heard = 0;                               // of the path, with what was read since
-
-  CountingReader(const double* priors, int64_t count) : chances(priors, count, 4.0, 0.98) {}
-
-  void compare(const int64_t* tokens, int64_t count) {
-    for (int64_t i = 0; i < count && heard < path.size(); ++i, ++heard) {
-      const bool right = path[heard].second == tokens[i];
-      chances.learn(path[heard].first, right);
-      if (!right) path.clear();
-    }
-  }
-
-  void begin() { path.clear(), heard = 0; }
-};
-
-// See LookupReader.
-class LookupReader : public CountingReader {
-  struct Place {
-    int64_t guessed;
-  };
-  int64_t most, start = 0, length = 0;
-  Tokens text;
-  Index after;                 // place behind the newest run, by its number
-  std::vector<uint64_t> runs;  // numbers of the runs that end here: of the last token, of the last two, ...
-
-  void follow(int64_t token) {
-    if ((int64_t)runs.size() < most) runs.push_back(0);
-    for (size_t i = runs.size(); --i > 0;) runs[i] = runs[i - 1] * 0x5851F42D4C957F2Du + token + 1;
-    runs[0] = token + 1;
-  }
-
- public:
-  LookupReader(int64_t most, const double* priors) : CountingReader(priors, 2 * (most + 1)), most(most) {}
-
-  void read(const int64_t* tokens, int64_t count) override {
-    compare(tokens, count);
-    for (int64_t i = 0; i < count; ++i) {
-      for (uint64_t run : runs) after.set(run, text.size());
-      follow(tokens[i]);
-      text.push_back(tokens[i]);
-    }
-  }
-
-  void branch(const int64_t* head, int64_t count) override {
-    runs.clear(), begin();
-    for (int64_t i = std::max<int64_t>(0, count - most); i < count; ++i) follow(head[i]);
-  }
-
-  Guesses guess(const Wanted& wanted, const Tokens& ends) override {
-    begin();
-    length = 0;
-    for (int64_t i = runs.size(); i > 0 && !length; --i)
-      if ((start = after.get(runs[i - 1])) >= 0) length = i;
-    if (!length) return {};
-    return grow(Place{0}, wanted, ends, [&](const Place& place) {
-      const int64_t token = text[start + place.guessed % ((int64_t)text.size() - start)];
-      const int64_t kind = std::min(length + place.guessed, most) + (place.guessed ? most + 1 : 0);
-      path.push_back({kind, token});
-      return std::vector<Guess<Place>>{{token, chances.chances[kind], {place.guessed + 1}}};
-    });
-  }
-};
-
-// See SuffixReader.
-class SuffixReader : public CountingReader {
-  struct Place {
-    int64_t state, length, copied;
-    bool first, likeliest;
-  };
-  static constexpr int64_t siblings = 4, widest = 48, lengths = 8, shares = 4;
-  Automaton own;
-  std::shared_ptr<Automaton> shared;  // of earlier texts; null: there is none
-  Cursor cursor;
-  CopySource source;
-
-  static int64_t length_kind(int64_t length) {
-    static constexpr int64_t from[lengths] = {0, 1, 2, 3, 4, 6, 9, 14};
-    return std::upper_bound(from, from + lengths, length) - from - 1;
-  }
-  static int64_t share_kind(double share) {
-    static constexpr double from[shares] = {0, 0.3, 0.5, 0.7};
-    return std::upper_bound(from, from + shares, share) - from - 1;
-  }
-
-  std::vector<Guess<Place>> expand(const Automaton& in, Place place) {
-    int64_t state = place.state, length = place.length, copied = place.copied;
-    while (!in.states[state].edges && state) state = in.states[state].link, length = std::min<int64_t>(length, in.states[state].length);
-    if (!state) return {};
-    struct Ranked {
-      double weight;
-      int64_t token, behind;
-      bool operator>(const Ranked& o) const { return std::tie(weight, token, behind) > std::tie(o.weight, o.token, o.behind); }
-    };
-    std::vector<Ranked> ranked;
-    const int64_t count = in.states[state].edges, newest = in.newest(state);
-    double total = 0;
-    auto weighed = [&](int64_t token, int64_t behind) { return Ranked{double(in.states[behind].count), token, behind}; };
-    if (count <= widest) {
-      for (int32_t edge = in.states[state].first; edge >= 0; edge = in.edges[edge].next) {
-        ranked.push_back(weighed(in.edges[edge].token, in.edges[edge].state));
-        total += ranked.back().weight;
-        ranked.back().weight += ranked.back().token == newest || count == 1;
-      }
-      total += 1;
-      std::sort(ranked.begin(), ranked.end(), std::greater<>());
-      ranked.resize(std::min<size_t>(ranked.size(), siblings));
-    } else {
-      const int64_t behind = newest < 0 ? -1 : in.following(state, newest);
-      if (behind < 0) return {};
-      ranked.push_back(weighed(newest, behind)), ranked[0].weight += 1;
-      total = in.states[state].count;
-    }
-    const int64_t onward = 0 <= copied && copied < (int64_t)in.text.size() ? in.text[copied] : -1;
-    const int64_t copy = onward < 0 ? -1 : in.following(state, onward);
-    int64_t kind;
-    if (copy >= 0) {
-      auto found = std::find_if(ranked.begin(), ranked.end(), [&](const Ranked& each) { return each.token == onward; });
-      if (found == ranked.end()) found = ranked.insert(found, weighed(onward, copy));
-      std::rotate(ranked.begin(), found, found + 1);
-      ranked.resize(std::min<size_t>(ranked.size(), siblings));
-      kind = (2 * shares + place.first) * lengths + length_kind(length);
-    } else {
-      kind = (length_kind(length) + place.first * lengths) * shares + share_kind(ranked[0].weight / (total + count)), copied = -2;
-    }
-    const double chance = chances.chances[kind], left = (1.0 - chance) / (total - ranked[0].weight + count);
-    if (place.likeliest) path.push_back({kind, ranked[0].token});
-    std::vector<Guess<Place>> found{{ranked[0].token, chance, {ranked[0].behind, length + 1, copied + 1, false, place.likeliest}}};
-    for (size_t i = 1; i < ranked.size(); ++i) found.push_back({ranked[i].token, ranked[i].weight * left, {ranked[i].behind, length + 1, -1, false, false}});
-    return found;
-  }
-
- public:
-  SuffixReader(std::shared_ptr<Automaton> shared, const double* priors)
-      : CountingReader(priors, 2 * lengths * (shares + 1)), shared(std::move(shared)) {}
-
-  void read(const int64_t* tokens, int64_t count) override {
-    compare(tokens, count);
-    own.extend(tokens, count);
-    source.read(own.text, tokens, count);
-    if (shared) cursor.read(*shared, tokens, count);
-  }
-
-  void branch(const int64_t* head, int64_t count) override {
-    begin();
-    own.branch(count);
-    source.branch(head, count, own.place());
-    if (!shared) return;
-    cursor = {};
-    const int64_t from = std::max<int64_t>(0, count - 64);
-    cursor.read(*shared, head + from, count - from);
-  }
-
-  Guesses guess(const Wanted& wanted, const Tokens& ends) override {
-    begin();
-    const Automaton* in = &own;
-    Place place{own.match(), 0, 0, true, true};
-    place.length = own.states[place.state].length, place.copied = source.next(own.text, place.length);
-    if (shared) {
-      cursor.refresh(*shared);
-      if (cursor.length > place.length) in = shared.get(), place = {cursor.state, cursor.length, -1, true, true};
-    }
-    return grow(place, wanted, ends, [&](const Place& each) { return expand(*in, each); });
-  }
-};
-
-// What the rows of all requests of a drafter ranked first, and how often that was right by kind of guess, greedy and not.
-struct Recycled {
-  Graph graph;
-  Graph fresh;  // what is not in a file yet
-  bool kept;    // in a file
-  Chances greedy, drawn;
-
-  Recycled(int64_t most, bool kept, const double* priors, int64_t count)
-      : graph(most), fresh(most), kept(kept), greedy(priors, count, 20.0, 0.999), drawn(greedy) {}
-
-  // Of a pass: the rows behind a text's last tokens and behind each node.
-  template <typename T>
-  void rank(const Last& end, const Tokens& tokens, const Tokens& parents, const T* logits, int64_t n) {
-    std::vector<Last> places{end};
-    for (size_t i = 0; i < tokens.size(); ++i) places.push_back(places[parents[i] + 1].then(tokens[i]));
-    const int64_t count = std::min(kept_tokens, n);
-    std::vector<Ranked> rows(places.size());
-    parallel_for(0, rows.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t finish) {
-      for (int64_t r = begin; r < finish; ++r) {
-        float values[kept_tokens];
-        const double total = leading(logits + r * n, n, count, rows[r].tokens, values);
-        if (!std::isfinite(total)) continue;
-        rows[r].count = count;
-        for (int64_t i = 0; i < count; ++i) rows[r].logs[i] = double(values[i]) - total;
-      }
-    });
-    for (size_t i = 0; i < rows.size(); ++i)
-      if (rows[i].count) put(places[i], rows[i]);
-  }
-
-  void put(const Last& place, const Ranked& ranked) {
-    graph.put(place, ranked);
-    if (kept) fresh.put(place, ranked);
-  }
-};
-
-// See RecycleReader.
-class RecycleReader : public Reader {
-  struct Place {
-    Last last;
-  };
-  struct Told {
-    Last place;
-    int64_t count;
-    int64_t tokens[kept_tokens], kinds[kept_tokens];
-  };
-  static constexpr int64_t bins = 11;
-  std::shared_ptr<Recycled> from;
-  Chances& known;
-  Last last;
-  std::vector<Told> guessed;  // by the last draft
-
-  const Told& at(const Last& place) {
-    for (const Told& each : guessed)
-      if (each.place == place) return each;
-    static const double edges[bins - 1] = {std::log(0.01), std::log(0.02), std::log(0.04), std::log(0.08), std::log(0.15),
-                                           std::log(0.25), std::log(0.4),  std::log(0.6),  std::log(0.8),  std::log(0.92)};
-    int64_t which;
-    const Ranked* ranked = from->graph.get(place, which);
-    Told told{place, ranked ? ranked->count : 0};
-    for (int64_t i = 0; i < told.count; ++i) {
-      const int64_t bin = std::upper_bound(edges, edges + bins - 1, ranked->logs[i]) - edges;
-      told.tokens[i] = ranked->tokens[i], told.kinds[i] = (2 * which + (i > 0)) * bins + bin;
-    }
-    guessed.push_back(told);
-    return guessed.back();
-  }
-
- public:
-  RecycleReader(std::shared_ptr<Recycled> from, bool greedy) : from(from), known(greedy ? from->greedy : from->drawn) {}
-
-  void read(const int64_t* tokens, int64_t count) override {
-    bool follows = !guessed.empty();
-    for (int64_t i = 0; i < count; ++i) {
-      if (follows) {
-        const auto told = std::find_if(guessed.begin(), guessed.end(), [&](const Told& each) { return each.place == last; });
-        follows = told != guessed.end();
-        for (int64_t k = 0; follows && k < told->count; ++k) known.learn(told->kinds[k], told->tokens[k] == tokens[i]);
-      }
-      last = last.then(tokens[i]);
-    }
-    guessed.clear();
-  }
-
-  void branch(const int64_t* head, int64_t count) override { last = Last(head, count), guessed.clear(); }
-
-  Guesses guess(const Wanted& wanted, const Tokens& ends) override {
-    guessed.clear();
-    return grow(Place{last}, wanted, ends, [&](const Place& place) {
-      const Told told = at(place.last);
-      std::vector<Guess<Place>> found;
-      for (int64_t i = 0; i < told.count; ++i) found.push_back({told.tokens[i], known.chances[told.kinds[i]], {place.last.then(told.tokens[i])}});
-      std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.chance > b.chance; });
-      return found;
-    });
-  }
-};
 
 // See ChanceCalibration.
 class Claims {
@@ -431,6 +47,9 @@ struct ReadText {
   std::vector<std::unique_ptr<Reader>> readers;
   std::shared_ptr<Recycled> recycled;  // what rows rank first is put there; null: nowhere
   int64_t seen = 0;                    // tokens of the request's text that were read
+  bool coupled = false;                // see Situation
+  uint64_t noise = 0;
+  double temperature = 0;
   std::vector<Said> said;              // in the last round
   Tokens heard;                        // since then
 
@@ -451,7 +70,7 @@ struct ReadText {
     TextDraft draft;
     for (size_t i = 0; i < readers.size(); ++i) {
       if (!(wanted.members >> i & 1)) continue;
-      Guesses found = readers[i]->guess(wanted, ends);
+      Guesses found = readers[i]->guess(wanted, {ends, seen, coupled, noise, temperature});
       if (wanted.weighed) {
         const Tokens kept = best_of(products(found.parents, found.chances), wanted.nodes, wanted);
         Guesses best{{}, renumbered(found.parents, kept), {}};
@@ -571,6 +190,11 @@ void sk_recycled_forget(int64_t handle, int only_fresh, int64_t count, const dou
   own.greedy = own.drawn = Chances(priors, count, 20.0, 0.999);
 }
 
+int64_t sk_ngrams(int64_t order, const int64_t* tables, int64_t tops) {
+  return (int64_t) new std::shared_ptr<Ngrams>(std::make_shared<FileNgrams>(order, tables, tops));
+}
+void sk_free_ngrams(int64_t handle) { delete &shared_of<Ngrams>(handle); }
+
 int64_t sk_claims(int64_t count) { return made_shared<std::vector<Claims>>(count); }
 void sk_free_claims(int64_t handle) { delete &shared_of<std::vector<Claims>>(handle); }
 
@@ -581,7 +205,8 @@ int64_t sk_text(int64_t claims) {
   return (int64_t)text;
 }
 void sk_free_text(int64_t text) { delete (ReadText*)text; }
-// Readers of the text, in the order of the drafters: prompt lookup, a suffix automaton (of earlier texts; 0: none), recycling.
+// Readers of the text, in the order of the drafters: prompt lookup, a suffix automaton (of earlier texts; 0: none), recycling,
+// n-grams (of a file; 0: of the text).
 void sk_read_lookup(int64_t text, int64_t most, const double* priors) { ((ReadText*)text)->readers.push_back(std::make_unique<LookupReader>(most, priors)); }
 void sk_read_suffix(int64_t text, int64_t earlier, const double* priors) {
   ((ReadText*)text)->readers.push_back(std::make_unique<SuffixReader>(earlier ? shared_of<Automaton>(earlier) : nullptr, priors));
@@ -589,6 +214,16 @@ void sk_read_suffix(int64_t text, int64_t earlier, const double* priors) {
 void sk_read_recycled(int64_t text, int64_t recycled, int greedy) {
   ((ReadText*)text)->recycled = shared_of<Recycled>(recycled);
   ((ReadText*)text)->readers.push_back(std::make_unique<RecycleReader>(shared_of<Recycled>(recycled), greedy != 0));
+}
+void sk_read_ngrams(int64_t text, int64_t tables, int64_t order, int64_t vocab, const double* priors) {
+  std::shared_ptr<OnlineNgrams> own = tables ? nullptr : std::make_shared<OnlineNgrams>(order);
+  std::shared_ptr<Ngrams> all = tables ? shared_of<Ngrams>(tables) : own;
+  ((ReadText*)text)->readers.push_back(std::make_unique<NgramReader>(all, own.get(), vocab, priors));
+}
+// How the text's drafts are judged, see Situation.
+void sk_text_judged(int64_t text, int coupled, uint64_t noise, double temperature) {
+  ReadText& own = *(ReadText*)text;
+  own.coupled = coupled, own.noise = noise, own.temperature = temperature;
 }
 // Where the number of the request's tokens lies that were read.
 int64_t sk_text_seen(int64_t text) { return (int64_t)&((ReadText*)text)->seen; }
