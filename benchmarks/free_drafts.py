@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.engine.chat_template import Dialogue
+from sakiyomi.engine.chat_template import Dialogue, Exchange
 from sakiyomi.engine.plain import EngineView
 
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
@@ -76,7 +76,7 @@ class Table:
 
     def ask(self, kind: str, turns: Sequence[str]) -> None:
         """Have one question answered in every way."""
-        before: list[tuple[str, str]] = []
+        before: list[Exchange] = []
         for said in turns:
             prompt = self._dialogue.read(self._dialogue.messages_with(said, before))
             if len(prompt) + self._params.max_new_tokens > self._llm.max_context:
@@ -91,7 +91,7 @@ class Table:
             plain = texts["none"]
             self.differing += sum(text.token_ids != plain.token_ids for text in texts.values())
             self.rows[kind, "bound"].append((plain.stats.tokens, bound(prompt, plain.token_ids), 0.0))
-            before.append((said, plain.text))
+            before.append(Exchange(said, plain.text))
 
     def _timed(self, view: EngineView, prompt: list[int]) -> tuple[Any, float]:
         """A text, and the milliseconds behind its first token."""

@@ -5,6 +5,7 @@ is long enough (each time another permutation of its lines, so that it is not on
 are hard on a suffix automaton: one token for ever, and random tokens. Run alone on the machine:
 
     python benchmarks/lookup_core.py
+    python benchmarks/lookup_core.py --python
     python benchmarks/lookup_core.py --chances
 
 With --chances: how often the longest match was right, by its length and by the place in the draft, which is where the
@@ -33,6 +34,7 @@ from sakiyomi.drafters.lookup import LookupReader, PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.drafters.text_base import TextDrafter
+from sakiyomi.kernels.build import native
 from sakiyomi.sampling.rng import RequestNoise
 
 GAMMA = 8
@@ -110,12 +112,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", action="append", default=[], help="text file; repeat for more")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 10_000, 100_000])
+    parser.add_argument("--python", action="store_true", help="without the compiled kernels")
     parser.add_argument("--chances", action="store_true", help="show how often matches are right instead")
     options = parser.parse_args()
     lines = lines_of(options.text)
     if options.chances:
         chances(long_text(lines, max(options.sizes)))
         return
+    if not options.python:
+        native()
     longest = max(options.sizes) + STEP * ROUNDS
     rng = random.Random(1)
     texts = {

@@ -302,6 +302,23 @@ class SuffixReader : public CountingReader {
   }
 };
 
+// The likeliest tokens of each of these rows; none of one that holds no numbers.
+template <typename T>
+std::vector<Ranked> ranked_rows(const T* logits, int64_t count, int64_t n) {
+  std::vector<Ranked> rows(count);
+  parallel_for(0, count, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      float values[kept_tokens];
+      Ranked& own = rows[r];
+      const double total = leading(logits + r * n, n, std::min(kept_tokens, n), own.tokens, values);
+      if (!std::isfinite(total)) continue;
+      own.count = std::min(kept_tokens, n);
+      for (int64_t i = 0; i < own.count; ++i) own.logs[i] = double(values[i]) - total;
+    }
+  });
+  return rows;
+}
+
 // What the rows of all requests of a drafter ranked first, and how often that was right by kind of guess, greedy and not.
 struct Recycled {
   Graph graph;
@@ -312,23 +329,11 @@ struct Recycled {
   Recycled(int64_t most, bool kept, const double* priors, int64_t count)
       : graph(most), fresh(most), kept(kept), greedy(priors, count, 20.0, 0.999), drawn(greedy) {}
 
-  // Of a pass: the rows behind a text's last tokens and behind each node.
-  template <typename T>
-  void rank(const Last& end, const Tokens& tokens, const Tokens& parents, const T* logits, int64_t n) {
+  // Of a pass: what the rows behind a text's last tokens and behind each node have ranked.
+  void put(const Last& end, const Tokens& tokens, const Tokens& parents, const Ranked* rows) {
     std::vector<Last> places{end};
     for (size_t i = 0; i < tokens.size(); ++i) places.push_back(places[parents[i] + 1].then(tokens[i]));
-    const int64_t count = std::min(kept_tokens, n);
-    std::vector<Ranked> rows(places.size());
-    parallel_for(0, rows.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t finish) {
-      for (int64_t r = begin; r < finish; ++r) {
-        float values[kept_tokens];
-        const double total = leading(logits + r * n, n, count, rows[r].tokens, values);
-        if (!std::isfinite(total)) continue;
-        rows[r].count = count;
-        for (int64_t i = 0; i < count; ++i) rows[r].logs[i] = double(values[i]) - total;
-      }
-    });
-    for (size_t i = 0; i < rows.size(); ++i)
+    for (size_t i = 0; i < places.size(); ++i)
       if (rows[i].count) put(places[i], rows[i]);
   }
 

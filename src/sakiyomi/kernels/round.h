@@ -239,10 +239,13 @@ struct Rounds {
     const auto verdicts = judge(cases.size(), cases.data(), numbers.data(), logits, target.vocab);
     for (const Verdict& verdict : verdicts)
       if (!verdict.decided) return none_left;
-    if (asking)
+    const auto recycles = [](const Request* own) { return own->text && own->text->recycled; };
+    if (asking && std::any_of(round.begin(), round.end(), recycles)) {
+      const auto rows = ranked_rows(logits, row, target.vocab);
       for (size_t i = 0; i < round.size(); ++i)
-        if (Request& own = *round[i]; own.text && own.text->recycled)
-          own.text->recycled->rank(Last(own.tail.data(), own.tail.size()), own.nodes.tokens, own.nodes.parents, logits + cases[i].row * target.vocab, target.vocab);
+        if (const Request& own = *round[i]; recycles(&own))
+          own.text->recycled->put(Last(own.tail.data(), own.tail.size()), own.nodes.tokens, own.nodes.parents, rows.data() + cases[i].row);
+    }
     int64_t* to = ints + 2;
     double* real = doubles;
     for (size_t i = 0; i < round.size(); ++i) write(*round[i], verdicts[i], to, real);
