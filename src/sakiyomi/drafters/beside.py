@@ -67,6 +67,11 @@ def fewer_bits(target: ModelRunner) -> str | None:
     return "int4" if rounding_of(target.weights) is not None else None
 
 
+def projection_bits(target: ModelRunner) -> int:
+    """Bits of a head's single layers, see ``linear_beside``: 8 where the target's weights are rounded."""
+    return 16 if rounding_of(target.weights) is None else 8
+
+
 def target_logits(target: ModelRunner, hidden: Tensor) -> Tensor:
     """Logits (rows, V) by a target's own head over the vocabulary, of (rows, hidden)."""
     with torch.no_grad(), target.lock:

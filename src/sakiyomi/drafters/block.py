@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
+from sakiyomi.drafters.beside import fewer_bits
 from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
 from sakiyomi.drafters.block_heads.runner import BlockRunner, Written
@@ -68,7 +69,7 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         file = read_block(folder, int(target.config.num_hidden_layers), allow_pickle=around.allow_pickle)
         target.capture(file.options.layers)
         loaded = Loaded(make_block(file, target), None, argument, folder, owned=True)
-        return cls(BlockRunner(file, target, around.pack(loaded)), target.vocab_size)
+        return cls(BlockRunner(file, target, around.pack(loaded, fewer_bits(target))), target.vocab_size)
 
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
         """See ``Drafter.observe``: keys and values of these tokens are written, with those of other requests."""
@@ -124,11 +125,12 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         if runner.corrections is None:
             tree.grow(runner.over_target(logits))
             return
-        correct = runner.corrections.begin(logits, hidden)
 
         def slot(level: int, places: Sequence[int]) -> tuple[Tensor, Sequence[float] | None]:
             before = [token if place < 0 else candidates.tokens[place] for place in places]
             found, sure = correct(level, places, torch.tensor(before, device=hidden.device), candidates.parents)
             return runner.over_target(found), sure
 
-        tree.grow_by(slot)
+        with runner.correcting(len(logits)):
+            correct = runner.corrections.begin(logits, hidden)
+            tree.grow_by(slot)

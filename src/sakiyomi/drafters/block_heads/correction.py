@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.block_heads.formats import BlockFile
+from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.kernels.pack import linear_beside
 
 Correct = Callable[[int, Sequence[int], Tensor, Sequence[int]], tuple[Tensor, list[float] | None]]
 """Of one block: from a slot, the candidates before it (-1: the last committed token), their tokens, and the parents of
@@ -50,9 +51,15 @@ class Corrections:
                 f"the tensors markov_head.* and confidence_head.* of {file.name} do not fit its config.json; get it "
                 "again"
             )
+        self._mixing, self._rating = mix, confidence
+        self.pack(None)
+
+    def pack(self, tables: PackedWeights | None, bits: int = 16) -> None:
+        """Pack the layers for these kernels; the one over the vocabulary has so many bits."""
+        self._over = None if self._after is None else linear_beside(tables, self._after, None, bits)
         # Of what they read, hidden states are known for all slots at once; tokens and states are not.
-        self._mix = None if mix is None else _Split.of(mix, self._width, first=self.kind == "gated")
-        self._confidence = None if confidence is None else _Split.of(confidence, self._width, first=True)
+        self._mix = _Split.of(self._mixing, self._width, tables, first=self.kind == "gated")
+        self._confidence = _Split.of(self._rating, self._width, tables, first=True)
 
     def begin(self, logits: Tensor, hidden: Tensor) -> Correct:
         """Corrections of one block.
@@ -81,9 +88,9 @@ class Corrections:
             level: int, places: Sequence[int], tokens: Tensor, parents: Sequence[int]
         ) -> tuple[Tensor, list[float] | None]:
             found, embedded = logits[level].expand(len(places), -1), hidden.new_zeros(len(places), 0)
-            if self._before is not None and self._after is not None:
+            if self._before is not None and self._over is not None:
                 embedded = self._before[tokens]
-                found = torch.addmm(logits[level], mixed(level, places, embedded, parents), self._after.T)
+                found = logits[level] + self._over(mixed(level, places, embedded, parents))
             chances = None if sure is None else torch.sigmoid(sure(level, embedded).float())[:, 0].tolist()
             return found, chances
 
@@ -94,26 +101,33 @@ class _Split(NamedTuple):
     """A linear layer that reads a hidden state and others side by side.
 
     Attributes:
-        hidden, others: its weights for both, (out, in).
-        bias: (out,).
+        hidden, others: its parts that read both; None: it reads no others.
+        width: numbers of the others.
     """
 
-    hidden: Tensor
-    others: Tensor
-    bias: Tensor | None
+    hidden: nn.Module
+    others: nn.Module | None
+    width: int
 
     @classmethod
-    def of(cls, layer: tuple[Tensor, Tensor | None], width: int, *, first: bool) -> _Split:
-        """Of a layer whose hidden states are so wide, and come before the others or behind them."""
+    def of(
+        cls, layer: tuple[Tensor, Tensor | None] | None, width: int, tables: PackedWeights | None, *, first: bool
+    ) -> _Split | None:
+        """Of a layer whose hidden states are so wide, and come before the others or behind them; of none, none."""
+        if layer is None:
+            return None
         weight, bias = layer
-        hidden = slice(width) if first else slice(weight.shape[1] - width, None)
-        others = slice(width, None) if first else slice(weight.shape[1] - width)
-        return cls(weight[:, hidden].contiguous(), weight[:, others].contiguous(), bias)
+        left = weight.shape[1] - width
+        hidden, others = weight.split([width, left] if first else [left, width], 1)[:: 1 if first else -1]
+        reads = linear_beside(tables, others.contiguous()) if left else None
+        return cls(linear_beside(tables, hidden.contiguous(), bias), reads, left)
 
     def over(self, hidden: Tensor) -> Callable[[int, Tensor], Tensor]:
         """The layer over (slots, hidden): from a slot and (n, in or more) of the others to (n, out)."""
-        known, width = F.linear(hidden, self.hidden, self.bias), self.others.shape[1]
-        return lambda slot, others: torch.addmm(known[slot], others[:, :width], self.others.T)
+        known, reads = self.hidden(hidden), self.others
+        if reads is None:
+            return lambda slot, others: known[slot].expand(len(others), -1)
+        return lambda slot, others: known[slot] + reads(others[:, : self.width].contiguous())
 
 
 class Selector:

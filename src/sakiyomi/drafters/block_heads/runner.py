@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.drafters.beside import Beside, target_logits
+from sakiyomi.drafters.beside import Beside, projection_bits, target_logits
 from sakiyomi.drafters.block_heads.correction import Corrections, Selector
 from sakiyomi.drafters.block_heads.formats import BlockFile
 from sakiyomi.drafters.head_model import over_vocabulary
@@ -82,8 +83,11 @@ class BlockRunner(Beside):
         self._prepare()
 
     def _pack(self, tables: PackedWeights | None) -> None:
-        self._project = linear_beside(tables, self._fc)
-        self._to_pairs = linear_beside(tables, self._pairs, self._bias)
+        bits = projection_bits(self._target)
+        self._project = linear_beside(tables, self._fc, None, bits)
+        self._to_pairs = linear_beside(tables, self._pairs, self._bias, bits)
+        if isinstance(self.corrections, Corrections):
+            self.corrections.pack(tables, bits)
 
     # ------------------------------------------------------------ the text
 
@@ -160,6 +164,12 @@ class BlockRunner(Beside):
         if options.softcap:
             logits = torch.tanh(logits / options.softcap) * options.softcap
         return logits, hidden
+
+    @contextmanager
+    def correcting(self, rows: int) -> Iterator[None]:
+        """Context in which ``corrections`` of so many slots are computed."""
+        with self._timed(), self._running(rows):
+            yield
 
     def over_target(self, logits: Tensor) -> Tensor:
         """Logits of the tokens that it knows as those of the target's vocabulary."""

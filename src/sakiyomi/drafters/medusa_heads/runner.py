@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.drafters.beside import Beside
+from sakiyomi.drafters.beside import Beside, projection_bits
 from sakiyomi.drafters.head_model import over_vocabulary
 from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
@@ -55,7 +55,7 @@ class MedusaRunner(Beside):
         self._prepare()
 
     def _pack(self, tables: PackedWeights | None) -> None:
-        given, bits = self._given, 16 if self._host.weights.quantization is None else 8
+        given, bits = self._given, projection_bits(self._host)
 
         def packed(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
             return linear_beside(tables, weight, bias, bits)
