@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from sakiyomi.drafters.beside import Beside, projection_bits, target_logits
 from sakiyomi.drafters.block_heads.correction import Corrections, Selector
@@ -16,6 +16,7 @@ from sakiyomi.drafters.block_heads.formats import BlockFile
 from sakiyomi.drafters.head_model import over_vocabulary
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
@@ -65,12 +66,15 @@ class BlockRunner(Beside):
         def own(name: str) -> Tensor:
             return file.tensors[name].to(model.device, model.dtype)
 
-        self._fc, self._norm = own("fc.weight"), own("hidden_norm.weight")
+        self._fc, eps = own("fc.weight"), float(model.config.rms_norm_eps)
+        # A drafter has its key norms side by side: rows are scaled to 1 first, then by the layer's weights.
+        self._norms = nn.ModuleList([_norm_of(own("hidden_norm.weight"), eps)])
         both = [f"{name}{part}" for name in attention for part in ("k_proj", "v_proj")]
         self._pairs = torch.cat([own(f"{name}.weight") for name in both])
         biased = f"{both[0]}.bias" in file.tensors
         self._bias = torch.cat([own(f"{name}.bias") for name in both]) if biased else None
         self._key_norms = torch.stack([own(f"{name}k_norm.weight") for name in attention])
+        self._norms.append(_norm_of(torch.ones_like(self._key_norms[0]), eps))
         self._angles: tuple[Tensor, Tensor] | None = None  # by position
         self._own_head = "lm_head.weight" in file.tensors
         self.corrections: Corrections | Selector | None = None
@@ -83,6 +87,8 @@ class BlockRunner(Beside):
         self._prepare()
 
     def _pack(self, tables: PackedWeights | None) -> None:
+        if tables is not None:
+            serve_norms(self._norms)
         bits = projection_bits(self._target)
         self._project = linear_beside(tables, self._fc, None, bits)
         self._to_pairs = linear_beside(tables, self._pairs, self._bias, bits)
@@ -98,12 +104,12 @@ class BlockRunner(Beside):
             parts: whose slots have room for them.
         """
         model, shape = self.model, self.model.cache.shapes[0]
-        both, counts = torch.cat([part.states for part in parts]), [len(part.states) for part in parts]
+        both, counts = _joined([part.states for part in parts]), [len(part.states) for part in parts]
         count = len(both)
         with self._timed(), self._running(count):
-            features = self._rms(self._project(both.to(model.dtype)), self._norm)
+            features = self._norms[0](self._project(both.to(model.dtype)))
             pairs = self._to_pairs(features).view(count, -1, 2, shape.heads, shape.key_dim)
-            keys = self._rms(pairs[:, :, 0], self._key_norms[:, None])
+            keys = self._norms[1](pairs[:, :, 0]) * self._key_norms[:, None]
             low, high = keys.chunk(2, -1)
             cos, sin = self._turns(parts, features)
             keys = keys * cos + torch.cat([-high, low], -1) * sin
@@ -112,7 +118,7 @@ class BlockRunner(Beside):
             for store, made in ((model.cache.keys, keys), (model.cache.values, pairs[:, :, 1])):
                 for part, own in zip(parts, made.split(counts), strict=True):
                     fresh += own.permute(1, 2, 0, 3).unbind()
-                    places += [store[layer][part.slot][:, part.columns] for layer in range(made.shape[1])]
+                    places += [store[layer][part.slot, :, part.columns] for layer in range(made.shape[1])]
             torch._foreach_copy_(places, fresh)
 
     def _turns(self, parts: Sequence[Written], like: Tensor) -> list[Tensor]:
@@ -122,11 +128,7 @@ class BlockRunner(Beside):
             positions = torch.arange(2 * length, device=like.device)[None]
             cos, sin = (part[0, :, None, None] for part in self.model.module.model.rotary_emb(like, positions))
             self._angles = cos, sin
-        return [torch.cat([table[part.columns] for part in parts]) for table in self._angles]
-
-    def _rms(self, states: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of the last dimension."""
-        return weight * F.rms_norm(states, states.shape[-1:], eps=self.model.config.rms_norm_eps)
+        return [_joined([table[part.columns] for part in parts]) for table in self._angles]
 
     # ------------------------------------------------------------ blocks
 
@@ -174,3 +176,14 @@ class BlockRunner(Beside):
     def over_target(self, logits: Tensor) -> Tensor:
         """Logits of the tokens that it knows as those of the target's vocabulary."""
         return over_vocabulary(logits, self._tokens, self._target.vocab_size)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors as one."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def _norm_of(weight: Tensor, eps: float) -> nn.Module:
+    norm = Qwen3RMSNorm(len(weight), eps)
+    norm.weight = nn.Parameter(weight, requires_grad=False)
+    return norm
