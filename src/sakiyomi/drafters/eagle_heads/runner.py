@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.drafters.beside import Beside, projection_bits, target_logits
+from sakiyomi.drafters.beside import Beside, target_logits
 from sakiyomi.drafters.eagle_heads.formats import EagleFile
 from sakiyomi.drafters.eagle_heads.module import BESIDE, EagleOptions
 from sakiyomi.drafters.head_model import HEAD_WEIGHT, ROWS, FusedEmbedding, last_norm, over_vocabulary
@@ -90,8 +90,7 @@ class EagleHead(FeatureHead, Beside):
         self._prepare()
 
     def _pack(self, tables: PackedWeights | None) -> None:
-        weight = self._tensors["fc.weight"].to(self._host.weights.dtype)
-        self._fc = linear_beside(tables, weight, None, projection_bits(self._host))
+        self._fc = linear_beside(tables, self._tensors["fc.weight"].to(self._host.weights.dtype))
 
     def project(self, states: Mapping[int, Tensor]) -> Tensor:
         """See ``FeatureHead.project``."""
