@@ -158,11 +158,15 @@ def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     added: list[tuple[float, ...]] = []
     decide, observe, add = SpeculationController.depths, SpeculationController.observe, Pace.add_drafted
     clock: list[float] = []
+    rows: list[tuple[int, int]] = []
 
     def spy(self: SpeculationController, requests: Any) -> list[int]:
         depths = decide(self, requests)
         if len(requests) == 16:
             drafting[bool(self._pace(16).rate)].append(sum(map(bool, depths)))
+            nodes = [request.context.nodes for request, depth in zip(requests, depths, strict=True) if depth]
+            if not self._pace(16).rate:
+                rows.append((16 + sum(nodes), self.target.padded(17)))
         return depths
 
     def timed(self: SpeculationController, requests: Any, depths: Any, kept: Any, rows: int, round_: Any) -> None:
@@ -183,6 +187,7 @@ def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     outputs = llm.generate(["a b a b a b"] * 16, params)
     assert len({tuple(out.token_ids) for out in outputs}) == 1
     assert any(drafting[False]) and max(drafting[False]) <= 4
+    assert all(count <= most for count, most in rows), "of a pass of the next size"
     assert added and all(tokens == mean and seconds >= plain > 0 for tokens, mean, seconds, plain in added)
     monkeypatch.setattr(Pace, "rate", 1e9)  # it pays
     monkeypatch.setattr(Pace, "undrafted", False)

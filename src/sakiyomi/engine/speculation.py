@@ -167,6 +167,9 @@ class SpeculationController:
                 left = request.last - len(request.tokens) - 1  # of the text; `room` ends at the next eviction
                 if depth and request.policy.adapts and not self._worth_reading(request, left, len(asking)):
                     depth = 0
+                if depth and self._tried:  # trials fill the pass of the next size, and take no larger one
+                    nodes = min(nodes, max(1, (self.target.padded(len(asking) + 1) - len(asking)) // len(self._tried)))
+                    depth = min(depth, nodes if worth is None else max(1, nodes - 1))
                 if depth:
                     context.slot, context.nodes = request.seat, nodes
                     context.worth = worth.within(room) if worth is not None else None
