@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sakiyomi.core.errors import LoadError
 from sakiyomi.core.tree import Draft, TokenTree
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.draft_length import Costs, TokenValue
 from sakiyomi.drafters.graph_file import GraphFile
 from sakiyomi.drafters.lookup import PromptLookup
-from sakiyomi.drafters.memory import MemoryFile
+from sakiyomi.drafters.memory import MemoryFile, read_memory
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
-from sakiyomi.drafters.ngram_file import FileTables
+from sakiyomi.drafters.ngram_file import FileTables, OnlineTables
 from sakiyomi.drafters.recycle import RecycleDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.drafters.text_base import TextDrafter
@@ -156,3 +158,59 @@ def test_a_file_of_one_is_read_by_the_other(tmp_path: Path) -> None:
                 other.__dict__["kernels"] = None
             (draft,) = other.propose([context([5, 9], nodes=1)], [1])
             assert draft.tree.tokens == (1,)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_only_texts_of_requests_that_ask_for_it_are_remembered(kernels: bool, tmp_path: Path) -> None:
+    members = [SuffixDrafter(memory(tmp_path / "memory")), PromptLookup()]
+    if not kernels:
+        for member in members:
+            member.__dict__["kernels"] = None
+    drafter = MergedDrafter(members)
+    known = len(read_memory(tmp_path / "memory").documents)
+    for number, asks in enumerate([{"prompt-lookup"}, {"suffix"}, None]):
+        request = context([7, 8, 9 + number] * 3, number=number)
+        request.asks = None if asks is None else frozenset(asks)
+        (draft,) = drafter.propose([request], [2])
+        assert {draw.drafter for draw in draft.draws} == (asks or {"prompt-lookup", "suffix"})
+        drafter.end(request)
+        assert len(read_memory(tmp_path / "memory").documents) == known + number
+
+
+def test_tables_that_do_not_fit_each_other_are_refused() -> None:
+    """The kernels read them without looking."""
+    whole = tables()
+    whole.arrays()
+    parts = list(whole._orders[0])
+    parts[1] = memoryview(np.array([*parts[1][:-1], 1 << 40]))
+    whole._orders[0] = tuple(parts)
+    with pytest.raises(LoadError, match="tables of 2-grams do not fit"):
+        whole.arrays()
+
+
+def test_another_kind_of_tables_is_read_by_python() -> None:
+    own = OnlineTables()
+    own.read((), [1, 2, 3, 4, 5])
+    (draft,) = NgramDrafter(99, own).propose([context([2, 3])], [1])
+    assert draft.tree.tokens == (4,)
+
+
+class Cut(MergedDrafter):
+    """Proposes nothing."""
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        return [Draft.empty()] * len(contexts)
+
+
+def test_a_subclass_proposes_as_it_says() -> None:
+    assert Cut([SuffixDrafter(), PromptLookup()]).texts is None
+    assert MergedDrafter([SuffixDrafter(), PromptLookup()]).texts is not None
+
+
+def test_a_drafter_goes_when_nobody_uses_it() -> None:
+    for make in (SuffixDrafter, lambda: MergedDrafter([SuffixDrafter(), PromptLookup()])):
+        drafter = make()
+        gone = weakref.ref(drafter)
+        drafter.propose([context([1, 2, 1])], [1])
+        del drafter
+        assert gone() is None

@@ -22,6 +22,7 @@ from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor import kernel_rounds
+from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
@@ -107,4 +108,14 @@ def test_a_round_that_fails_is_run_again_by_python(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(kernel_rounds.KernelRounds, "run", failing)
     found, seen = written("merged", params, kernels=True, alone=False)
     assert {*seen} == {True, False}
+    assert [each["token_ids"] for each in found] == [each["token_ids"] for each in expected]
+
+
+def test_trees_need_a_cache_whose_rows_the_kernels_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a GPU is not: the rows of an accepted branch stayed where they were."""
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, gamma=5, nodes=8)
+    expected, _ = written("suffix", params, kernels=False)
+    monkeypatch.setattr(CpuBackend, "keeps", False)
+    found, seen = written("suffix", params, kernels=True, alone=False)
+    assert not any(seen)
     assert [each["token_ids"] for each in found] == [each["token_ids"] for each in expected]

@@ -152,25 +152,25 @@ def test_the_first_round_of_a_process_is_plain(monkeypatch: pytest.MonkeyPatch) 
     assert asked[0]
 
 
-def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draft", ["suffix", "recycle+suffix+prompt-lookup"])
+def test_some_of_many_requests_try_for_all(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter drafts as long as it is not known whether that pays; what it would be with all of them is reckoned."""
     drafting: dict[bool, list[int]] = {False: [], True: []}
     added: list[tuple[float, ...]] = []
     decide, observe, add = SpeculationController.depths, SpeculationController.observe, Pace.add_drafted
     clock: list[float] = []
-    rows: list[tuple[int, int]] = []
+    scored: list[tuple[int, int]] = []
 
     def spy(self: SpeculationController, requests: Any) -> list[int]:
         depths = decide(self, requests)
         if len(requests) == 16:
             drafting[bool(self._pace(16).rate)].append(sum(map(bool, depths)))
-            nodes = [request.context.nodes for request, depth in zip(requests, depths, strict=True) if depth]
-            if not self._pace(16).rate:
-                rows.append((16 + sum(nodes), self.target.padded(17)))
         return depths
 
     def timed(self: SpeculationController, requests: Any, depths: Any, kept: Any, rows: int, round_: Any) -> None:
         clock[:] = [sum(kept), self._pace(len(kept)).plain, len(kept)]
+        if len(kept) == 16 and not self._pace(16).rate:
+            scored.append((rows, self.target.padded(18)))
         observe(self, requests, depths, kept, rows, round_)
 
     def noted(self: Pace, tokens: float, seconds: float) -> None:
@@ -182,12 +182,13 @@ def test_some_of_many_requests_try_for_all(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(SpeculationController, "depths", spy)
     monkeypatch.setattr(SpeculationController, "observe", timed)
     monkeypatch.setattr(Pace, "add_drafted", noted)
-    llm = LLM((tiny_llama(), tiny_tokenizer()), "suffix", dtype="float32", strict=True, max_batch=16)
+    llm = LLM((tiny_llama(), tiny_tokenizer()), draft, dtype="float32", strict=True, max_batch=16)
     params = SamplingParams(temperature=0.0, max_new_tokens=40, gamma="auto", ignore_eos=True)
     outputs = llm.generate(["a b a b a b"] * 16, params)
     assert len({tuple(out.token_ids) for out in outputs}) == 1
     assert any(drafting[False]) and max(drafting[False]) <= 4
-    assert all(count <= most for count, most in rows), "of a pass of the next size"
+    assert max(rows for rows, _ in scored) > 16
+    assert all(rows <= most for rows, most in scored), "of a pass of the next size"
     assert added and all(tokens == mean and seconds >= plain > 0 for tokens, mean, seconds, plain in added)
     monkeypatch.setattr(Pace, "rate", 1e9)  # it pays
     monkeypatch.setattr(Pace, "undrafted", False)

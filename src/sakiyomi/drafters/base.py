@@ -121,7 +121,7 @@ class DrafterContext:
 class Drafter(ABC):
     """Proposes tokens that the target then verifies. Wrong proposals cost time and keep the output's distribution.
 
-    Only wrong ``probs`` of drawn tokens change it.
+    Only wrong ``probs`` of drawn tokens change it. An object serves one engine.
 
     A subclass sets ``name`` and ``kind`` and implements ``propose``; every other member has a default here. One that
     ``drafters.DRAFTERS`` names also has a classmethod ``make(argument, around)``. An object

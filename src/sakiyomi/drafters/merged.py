@@ -99,7 +99,8 @@ class MergedDrafter(Drafter):
     def texts(self) -> NativeTexts | None:
         """Of its requests, where all members read texts and the kernels have readers for them; None: they are here."""
         members = [member for member in self.members if isinstance(member, TextDrafter) and member.kernels is not None]
-        return NativeTexts(self.name, members, merged=True) if len(members) == len(self.members) else None
+        able = type(self) is MergedDrafter and len(members) == len(self.members)
+        return NativeTexts(self, members) if able else None
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""

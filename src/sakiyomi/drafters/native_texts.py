@@ -13,21 +13,29 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.drafters.base import Context, Ranked
+from sakiyomi.drafters.base import Context, Drafter, Ranked
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.graph_file import LENGTHS, Entries
 from sakiyomi.kernels.native import numbers
 
 CHUNK = 4096  # most tokens that are read in one round, so that other requests do not wait long
 LONG = 64  # more tokens than these at once are a prompt
+KEPT = 4  # tokens of a row that `recycle` keeps; others are hardly ever worth a node
 _WANTED = struct.Struct("=5qdQ")  # Wanted in texts.h
 
 
 def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
     """Numbers as the kernels take them."""
     return (ctypes.c_double * len(values))(*values)
+
+
+def freed(owner: object, free: Any, number: int) -> None:
+    """Have what the kernels hold for an object freed with it; not when the process ends, as rounds may still run."""
+    weakref.finalize(owner, free, number).atexit = False
 
 
 class Wanted(NamedTuple):
@@ -69,7 +77,7 @@ class NativeText:
     def __init__(self, kernels: Any, claims: int) -> None:
         self.kernels, self.number = kernels, int(kernels.sk_text(claims))
         self._seen = ctypes.c_int64.from_address(kernels.sk_text_seen(self.number))
-        weakref.finalize(self, kernels.sk_free_text, self.number)
+        freed(self, kernels.sk_free_text, self.number)
 
     @property
     def seen(self) -> int:
@@ -113,22 +121,21 @@ class NativeTexts:
     """The texts of a drafter's requests.
 
     Args:
-        name: of the drafter.
-        members: whose readers read each text: one drafter, or those that are merged.
-        merged: they are.
+        drafter: whose they are; it is not kept alive.
+        members: whose readers read each text: the drafter itself, or those that it merges.
 
     Attributes:
-        name, members: see above.
+        members: see above.
         kind: of its drafts.
     """
 
-    def __init__(self, name: str, members: Sequence[Member], *, merged: bool) -> None:
-        self.name, self.members, self._kernels = name, members, members[0].kernels
-        self.kind: DraftKind = "merged" if merged else "point_mass"
+    def __init__(self, drafter: Drafter, members: Sequence[Member]) -> None:
+        self._drafter, self.members, self._kernels = weakref.proxy(drafter), members, members[0].kernels
+        self.kind: DraftKind = drafter.kind
         self._claims = 0
-        if merged:
+        if self.kind == "merged":
             self._claims = int(self._kernels.sk_claims(len(members)))
-            weakref.finalize(self, self._kernels.sk_free_claims, self._claims)
+            freed(self, self._kernels.sk_free_claims, self._claims)
         self._counts, self._ints = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)()
         self._doubles = ctypes.POINTER(ctypes.c_double)()
         self._priced: tuple[Any, int] = None, 0  # what the table is of
@@ -153,7 +160,8 @@ class NativeTexts:
     def wanted(self, context: Context, gamma: int, most: int) -> Wanted:
         """What is wanted of a draft of so many levels, and of ``most`` nodes where it is merged."""
         worth, asks = context.worth, context.asks
-        mask = sum([1 << i for i, member in enumerate(self.members) if asks is None or member.name in asks])
+        every = asks is None or self.kind != "merged"
+        mask = sum([1 << i for i, member in enumerate(self.members) if every or member.name in (asks or ())])
         if worth is None:
             return Wanted(gamma, context.nodes, most, mask, None, None)
         costs, nodes = worth.costs, max(context.nodes, most)
@@ -164,13 +172,14 @@ class NativeTexts:
 
     def read(self, context: Context) -> NativeText | None:
         """A request's text, of which no more than a few tokens are unread; None: there are more than a round reads."""
-        text: NativeText | None = context.memory.get(self.name)
+        name = self._drafter.name  # which may change until it is first used
+        text: NativeText | None = context.memory.get(name)
         if text is None:
             text = NativeText(self._kernels, self._claims)
             text.judged(context)
             for member in self.members:
                 member.add_reader(text.number, context)
-            context.memory[self.name] = text
+            context.memory[name] = text
             if context.source is not None:
                 self._prefill(text, context.source.tokens, own=False)
         missing = len(context.tokens) - text.seen
@@ -181,14 +190,15 @@ class NativeTexts:
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``."""
-        text: NativeText | None = earlier.memory.pop(self.name, None)
+        name = self._drafter.name
+        text: NativeText | None = earlier.memory.pop(name, None)
         if text is None:
             return
         shared = alike(earlier.tokens[: text.seen], context.tokens)
         if shared < text.seen:
             text.branch(context.tokens[:shared])
         text.judged(context)
-        context.memory[self.name] = text
+        context.memory[name] = text
 
     def _propose(self, context: Context, gamma: int) -> Draft:
         text = self.read(context)
@@ -231,10 +241,16 @@ class NativeGraph:
     def __init__(self, kernels: Any, most: int, after: tuple[Entries, ...] | None, priors: Sequence[float]) -> None:
         self._kernels, self._priors = kernels, doubles(priors)
         self.number = int(kernels.sk_recycled(most, after is not None, len(priors), self._priors))
-        weakref.finalize(self, kernels.sk_free_recycled, self.number)
+        freed(self, kernels.sk_free_recycled, self.number)
         for which, entries in enumerate(after or ()):
-            for key, (tokens, logs) in entries.items():
-                kernels.sk_recycled_load(self.number, which, key, len(tokens), numbers(tokens), doubles(logs))
+            counts = np.array([len(tokens) for tokens, _ in entries.values()], np.int64)
+            rows = np.zeros((len(entries), KEPT), np.int64), np.zeros((len(entries), KEPT))
+            for at, ranked in enumerate(entries.values()):
+                for table, found in zip(rows, ranked, strict=True):
+                    table[at, : counts[at]] = found[:KEPT]
+            keys = np.array([*entries], np.uint64)
+            given = (len(entries), *(array.ctypes.data for array in (keys, counts, *rows)))
+            kernels.sk_recycled_load(self.number, which, *given)
 
     def put(self, place: Sequence[int], ranked: Ranked) -> None:
         """Keep what a row has ranked."""
@@ -250,10 +266,10 @@ class NativeGraph:
             keys, counts, tokens = (
                 (ctypes.c_uint64 * count)(),
                 (ctypes.c_int64 * count)(),
-                (ctypes.c_int64 * 4 * count)(),
+                (ctypes.c_int64 * KEPT * count)(),
             )
-            logs = (ctypes.c_double * 4 * count)()
-            self._kernels.sk_recycled_fresh(self.number, which, keys, counts, tokens, logs)
+            logs = (ctypes.c_double * KEPT * count)()
+            self._kernels.sk_recycled_fresh(self.number, which, count, keys, counts, tokens, logs)
             rows = zip(keys, counts, tokens, logs, strict=True)
             found.append({key: (own[:length], chances[:length]) for key, length, own, chances in rows})
         self._kernels.sk_recycled_forget(self.number, 1, 0, None)
@@ -279,7 +295,7 @@ class NativeTables:
         total, kinds, top, _ = after
         given = numbers([*places, total, kinds, len(unigrams), unigrams.ctypes.data, *top])
         self.number = int(kernels.sk_ngrams(order, given, len(top)))
-        weakref.finalize(self, kernels.sk_free_ngrams, self.number)
+        freed(self, kernels.sk_free_ngrams, self.number)
 
 
 class NativeAutomaton:
@@ -291,7 +307,7 @@ class NativeAutomaton:
 
     def __init__(self, kernels: Any) -> None:
         self._kernels, self.number, self._tokens = kernels, int(kernels.sk_automaton()), 0
-        weakref.finalize(self, kernels.sk_free_automaton, self.number)
+        freed(self, kernels.sk_free_automaton, self.number)
 
     @property
     def size(self) -> int:

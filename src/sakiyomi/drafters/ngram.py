@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -135,6 +136,11 @@ class NgramDrafter(TextDrafter):
 
     def __init__(self, vocab_size: int, tables: Tables | None = None) -> None:
         self._vocab_size, self._tables = vocab_size, tables
+
+    @cached_property
+    def kernels(self) -> Any:
+        """See ``TextDrafter.kernels``; tables of another kind are Python's."""
+        return super().kernels if self._tables is None or isinstance(self._tables, FileTables) else None
 
     @cached_property
     def _native_tables(self) -> NativeTables | None:

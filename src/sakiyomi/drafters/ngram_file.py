@@ -124,9 +124,18 @@ class FileTables:
         self._unigrams: Seen = (sum(counts.values()), len(counts), [t for t in top.tolist() if t in counts], counts)
 
     def arrays(self) -> tuple[int, list[list[NDArray[Any]]], NDArray[Any], Seen]:
-        """The order; of each order from 2 on the file's parts; counts of single tokens, and as ``after`` has them."""
+        """The order; of each order from 2 on the file's parts; counts of single tokens, and as ``after`` has them.
+
+        Raises:
+            LoadError: the parts do not fit each other.
+        """
         kinds = (np.int64, np.int64, np.int32, np.int32, np.int32, np.int32)
         parts = [[np.require(*each, ("A", "C")) for each in zip(parts, kinds, strict=True)] for parts in self._orders]
+        for n, (runs, starts, totals, seen, tokens, counts) in enumerate(parts, start=2):
+            ends = len(starts) == len(runs) + 1 and starts[0] == 0 and starts[-1] <= len(tokens)
+            rows = len(totals) == len(seen) == len(runs) and len(counts) == len(tokens)
+            if not (ends and rows and (np.diff(starts) >= 0).all()):
+                raise LoadError(f"the tables of {n}-grams do not fit each other; train them anew")
         return self.order, parts, self._counts, self._unigrams
 
     def after(self, run: tuple[int, ...]) -> Seen | None:

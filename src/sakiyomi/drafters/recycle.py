@@ -24,14 +24,12 @@ from sakiyomi.core.tree import TokenTree
 from sakiyomi.drafters.base import Context, DrafterContext, Ranked
 from sakiyomi.drafters.graph_file import LENGTHS, Entries, GraphFile
 from sakiyomi.drafters.guessed_tree import GuessedTree
-from sakiyomi.drafters.native_texts import NativeGraph
+from sakiyomi.drafters.native_texts import KEPT, NativeGraph
 from sakiyomi.drafters.ngram_file import run_number
 from sakiyomi.drafters.text_base import Reader, TextDrafter
 
 logger = logging.getLogger("sakiyomi")
 SAVE_SECONDS = 30.0
-KEPT = 4
-"""Tokens that are kept of each row: the others are hardly ever worth a node."""
 MOST = 1 << 15
 """Contexts that are kept of each length, about 40 MB in all; the ones not seen for longest go."""
 EDGES = tuple(map(math.log, (0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.4, 0.6, 0.8, 0.92)))  # of kinds, by log chance
@@ -180,9 +178,8 @@ class RecycleDrafter(TextDrafter):
     @cached_property
     def graph(self) -> TokenGraph | NativeGraph:
         """What rows have ranked."""
-        if self.kernels is None:
-            return TokenGraph(after=self._after)
-        return NativeGraph(self.kernels, MOST, self._after, PRIORS)
+        after, self._after = self._after, None
+        return TokenGraph(after=after) if self.kernels is None else NativeGraph(self.kernels, MOST, after, PRIORS)
 
     @cached_property
     def _fresh(self) -> TokenGraph | NativeGraph:

@@ -194,8 +194,9 @@ class SuffixDrafter(TextDrafter):
         return cls(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
 
     def add_reader(self, text: int, context: Context) -> None:
-        """See ``TextDrafter.add_reader``."""
-        self._active.add(context.id)
+        """See ``TextDrafter.add_reader``. A request that uses other drafters alone is not remembered."""
+        if context.asks is None or self.name in context.asks:
+            self._active.add(context.id)
         earlier = self.shared.number if isinstance(self.shared, NativeAutomaton) else 0
         self.kernels.sk_read_suffix(text, earlier, doubles(_PRIORS))
 

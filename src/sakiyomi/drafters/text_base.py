@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -99,7 +100,7 @@ class TextDrafter(Drafter):
     @cached_property
     def texts(self) -> NativeTexts | None:
         """Of its requests, in the kernels; None: they are here."""
-        return NativeTexts(self.name, [self], merged=False) if self.kernels is not None else None
+        return NativeTexts(self, [weakref.proxy(self)]) if self.kernels is not None else None
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""

@@ -25,7 +25,7 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.native_texts import LONG, NativeTexts
 from sakiyomi.drafters.native_trees import TreeSize, seat_tree
 from sakiyomi.drafters.text_base import TextDrafter
-from sakiyomi.engine.native_turns import PassTables, Turn, judged, pack_draft, size_of
+from sakiyomi.engine.native_turns import PassTables, Turn, judged, pack_draft, size_of, watched
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.native import numbers
@@ -214,12 +214,13 @@ class NativeRounds:
     def _texts_of(self, requests: Sequence[Request]) -> NativeTexts | None:
         """Where the drafts of these requests are found; None: not in the kernels, or what they write is known."""
         looking = self._looking
-        if looking is None or not self._target.describable() or looking.texts is None:
+        able = self._target.describable() and self._target.backend.keeps  # merged chains branch, too
+        if looking is None or not able or looking.texts is None:
             return None
         kind = looking.texts.kind
         for request in requests:
             known = request.repeats or request.sampler.forced is not None or request.fault is not None
-            if known or kind not in request.verifier.takes:
+            if known or kind not in request.verifier.takes or watched(request):
                 return None
         return looking.texts
 

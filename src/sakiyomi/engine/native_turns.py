@@ -109,13 +109,19 @@ def pack_draft(request: Request, draft: Draft, width: int, numbers: list[int]) -
     return pack_case(case, width, numbers)
 
 
-def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) -> bytes:
-    """How a request's drafts are judged, as the kernels take it; nothing: by Python, or it wants more of a round than
-    they leave, or trees on a device whose memory they do not reach.
-    """
-    context, params, options = request.context, request.context.params, request.options
+def watched(request: Request) -> bool:
+    """Whether a request wants more of a round than the kernels leave, or reads the input of an encoder."""
+    options, params = request.options, request.context.params
     seen = options.rounds_trace or options.keep_logits or params.logprobs is not None
-    if seen or context.source is not None:
+    return seen or request.context.source is not None
+
+
+def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) -> bytes:
+    """How a request's drafts are judged, as the kernels take it; nothing: by Python, or it is ``watched``, or its trees
+    are on a device whose memory they do not reach.
+    """
+    params = request.context.params
+    if watched(request):
         return b""
     if drafter is not None:
         keep = params.builder == "chain" or (target.backend.keeps and drafter.model.backend.keeps)

@@ -144,10 +144,12 @@ class SpeculationController:
         pace = self._pace(len(asking))
         # The first round is plain and measures what a pass costs: a trial pass would commit nothing.
         unknown = bool(asking) and not pace.plain and self.target.known_seconds(len(asking)) is None
-        adapting, self._tried = all(request.policy.adapts for request in asking), []
+        few, self._tried = 0, []
+        adapting = all(request.policy.adapts for request in asking)
         if adapting and len(asking) >= MANY and not pace.rate:
             unknown |= not pace.plain  # what a trial costs is told by the difference
-            self._tried = _trying(asking)
+            few = self.target.padded(len(asking) + 2) - len(asking)  # rows that a pass of the next size has for drafts
+            self._tried = _trying(asking)[: max(1, few // 2)]
         if (unknown or pace.undrafted) and adapting:
             return [0] * len(requests)
         known: list[Costs] = []  # the same for all of a round, and not always asked for
@@ -167,9 +169,9 @@ class SpeculationController:
                 left = request.last - len(request.tokens) - 1  # of the text; `room` ends at the next eviction
                 if depth and request.policy.adapts and not self._worth_reading(request, left, len(asking)):
                     depth = 0
-                if depth and self._tried:  # trials fill the pass of the next size, and take no larger one
-                    nodes = min(nodes, max(1, (self.target.padded(len(asking) + 1) - len(asking)) // len(self._tried)))
-                    depth = min(depth, nodes if worth is None else max(1, nodes - 1))
+                if depth and self._tried:  # trials take no larger pass
+                    nodes = min(nodes, max(1, few // len(self._tried)))
+                    depth = min(depth, max(1, nodes // max(1, len(drafter.parts)) if worth is None else nodes - 1))
                 if depth:
                     context.slot, context.nodes = request.seat, nodes
                     context.worth = worth.within(room) if worth is not None else None

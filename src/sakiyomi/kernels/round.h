@@ -55,7 +55,7 @@ using Clock = std::chrono::steady_clock;
 
 inline double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
-constexpr size_t longest_tail = 256, kept_tail = 64;  // LONG in text_base.py
+constexpr size_t longest_tail = 256, kept_tail = 64;  // LONG in native_texts.py
 enum Ended : int64_t { goes_on, by_stop, by_length };
 constexpr int64_t most_passes = 256;
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
@@ -118,7 +118,7 @@ struct Rounds {
     TextDraft draft = text.propose({extent.depth, extent.nodes, extent.width, extent.weighed, extent.siblings, extent.rate, seconds}, own.stops);
     Nodes& to = own.nodes = {};
     own.said_by.assign(draft.tokens.size(), -1), own.said_chances.resize(draft.tokens.size());
-    if (std::any_of(draft.tokens.begin(), draft.tokens.end(), [&](int64_t token) { return token >= target.vocab; })) return;
+    if (std::any_of(draft.tokens.begin(), draft.tokens.end(), [&](int64_t token) { return token < 0 || token >= target.vocab; })) return;
     for (size_t i = 0; i < draft.draws.size(); ++i) {
       const int64_t node = draft.draws[i];
       to.draws.insert(to.draws.end(), {node, -1});

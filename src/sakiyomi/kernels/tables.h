@@ -289,7 +289,7 @@ struct Chances {
 };
 
 constexpr int64_t contexts = 3;  // LENGTHS in graph_file.py
-constexpr int64_t kept_tokens = 4;  // KEPT in recycle.py
+constexpr int64_t kept_tokens = 4;  // KEPT in native_texts.py
 
 // The last tokens of a text, as many as the longest context has.
 struct Last {
@@ -319,6 +319,13 @@ struct Ranked {
   int64_t count = 0, tokens[kept_tokens];
   double logs[kept_tokens];
 };
+
+inline Ranked ranked_of(int64_t count, const int64_t* tokens, const double* logs) {
+  Ranked ranked;
+  ranked.count = std::min(count, kept_tokens);
+  std::copy(tokens, tokens + ranked.count, ranked.tokens), std::copy(logs, logs + ranked.count, ranked.logs);
+  return ranked;
+}
 
 // See TokenGraph.
 class Graph {

@@ -160,25 +160,22 @@ void sk_remember(int64_t handle, int64_t count, const int64_t* tokens) {
 
 int64_t sk_recycled(int64_t most, int kept, int64_t count, const double* priors) { return made_shared<Recycled>(most, kept != 0, priors, count); }
 void sk_free_recycled(int64_t handle) { delete &shared_of<Recycled>(handle); }
-// What was ranked first behind a context of this length (0: the longest), from a file.
-void sk_recycled_load(int64_t handle, int64_t which, uint64_t key, int64_t count, const int64_t* tokens, const double* logs) {
-  Ranked ranked;
-  ranked.count = std::min(count, kept_tokens);
-  std::copy(tokens, tokens + ranked.count, ranked.tokens), std::copy(logs, logs + ranked.count, ranked.logs);
-  shared_of<Recycled>(handle)->graph.put(which, key, ranked);
+// What was ranked first behind contexts of this length (0: the longest), from a file: keys and counts (n), tokens and logarithms (n, 4).
+void sk_recycled_load(int64_t handle, int64_t which, int64_t n, const uint64_t* keys, const int64_t* counts, const int64_t* tokens,
+                      const double* logs) {
+  for (int64_t i = 0; i < n; ++i, tokens += kept_tokens, logs += kept_tokens)
+    shared_of<Recycled>(handle)->graph.put(which, keys[i], ranked_of(counts[i], tokens, logs));
 }
 // What the row behind a text's last tokens ranks first.
 void sk_recycled_put(int64_t handle, int64_t length, const int64_t* last, int64_t count, const int64_t* tokens, const double* logs) {
-  Ranked ranked;
-  ranked.count = std::min(count, kept_tokens);
-  std::copy(tokens, tokens + ranked.count, ranked.tokens), std::copy(logs, logs + ranked.count, ranked.logs);
-  shared_of<Recycled>(handle)->put(Last(last, length), ranked);
+  shared_of<Recycled>(handle)->put(Last(last, length), ranked_of(count, tokens, logs));
 }
 // How many contexts of a length are not in a file yet.
 int64_t sk_recycled_count(int64_t handle, int64_t which) { return shared_of<Recycled>(handle)->fresh.size(which); }
-// Those, (n) and (n, 4) each; `counts`: how many tokens each has.
-void sk_recycled_fresh(int64_t handle, int64_t which, uint64_t* keys, int64_t* counts, int64_t* tokens, double* logs) {
+// So many of those, as sk_recycled_load takes them.
+void sk_recycled_fresh(int64_t handle, int64_t which, int64_t n, uint64_t* keys, int64_t* counts, int64_t* tokens, double* logs) {
   shared_of<Recycled>(handle)->fresh.each(which, [&](uint64_t key, const Ranked& ranked) {
+    if (--n < 0) return;
     *keys++ = key, *counts++ = ranked.count;
     tokens = std::copy(ranked.tokens, ranked.tokens + kept_tokens, tokens), logs = std::copy(ranked.logs, ranked.logs + kept_tokens, logs);
   });
