@@ -152,13 +152,7 @@ class SpeculationController:
             self._tried = _trying(asking)[: max(1, few // 2)]
         if (unknown or pace.undrafted) and adapting:
             return [0] * len(requests)
-        known: list[Costs] = []  # the same for all of a round, and not always asked for
-
-        def costs() -> Costs:
-            if not known:
-                known.append(self._costs(len(asking)))
-            return known[0]
-
+        costs = functools.cache(lambda: self._costs(len(asking)))  # the same for all, and not always asked for
         depths = []
         for request in requests:
             context, depth = request.context, 0
