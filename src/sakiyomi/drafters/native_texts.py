@@ -157,9 +157,12 @@ class NativeTexts:
         """Add seconds to those of the drafter, whose clock is that of its members."""
         self.members[0].forward_seconds += seconds
 
-    def wanted(self, context: Context, gamma: int, most: int) -> Wanted:
-        """What is wanted of a draft of so many levels, and of ``most`` nodes where it is merged."""
-        worth, asks = context.worth, context.asks
+    def wanted(self, context: Context, gamma: int, room: int | None = None) -> Wanted:
+        """What is wanted of a draft of so many levels; merged chains may be a tree, of ``room`` nodes at most."""
+        worth, asks, most = context.worth, context.asks, context.nodes
+        if most <= gamma:
+            most = gamma * len(self.members)
+            most = most if room is None else min(most, max(context.nodes, room))
         every = asks is None or self.kind != "merged"
         mask = sum([1 << i for i, member in enumerate(self.members) if every or member.name in (asks or ())])
         if worth is None:
@@ -206,8 +209,7 @@ class NativeTexts:
             return Draft.empty()
         if missing := context.tokens[text.seen :]:
             text.read(missing)
-        most = context.nodes if context.nodes > gamma else gamma * len(self.members)
-        asked, ends = self.wanted(context, gamma, most).pack(), numbers([*context.stop_ids])
+        asked, ends = self.wanted(context, gamma).pack(), numbers([*context.stop_ids])
         found = self._counts, ctypes.byref(self._ints), ctypes.byref(self._doubles)
         self._kernels.sk_text_propose(text.number, asked, len(ends), ends, *found)
         nodes, draws = self._counts
@@ -303,18 +305,14 @@ class NativeAutomaton:
 
     Attributes:
         number: its own there.
+        size: tokens.
     """
 
     def __init__(self, kernels: Any) -> None:
-        self._kernels, self.number, self._tokens = kernels, int(kernels.sk_automaton()), 0
+        self._kernels, self.number, self.size = kernels, int(kernels.sk_automaton()), 0
         freed(self, kernels.sk_free_automaton, self.number)
-
-    @property
-    def size(self) -> int:
-        """Tokens."""
-        return self._tokens
 
     def add(self, tokens: Sequence[int]) -> None:
         """Add another text."""
         self._kernels.sk_remember(self.number, len(tokens), numbers(tokens))
-        self._tokens += len(tokens)
+        self.size += len(tokens)

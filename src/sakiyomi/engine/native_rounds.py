@@ -127,12 +127,13 @@ class NativeRounds:
         if done.passes and drafter is not None:
             drafter.reader.passes += done.passes
             drafter.reader.took(done.passes, done.besides)
-        committed, took = self._rounds.committed(len(requests)), (done.seconds, catching_up, done.passes)
-        looked = texts is not None and any(depths)
-        if texts is not None and looked:
+        committed = self._rounds.committed(len(requests))
+        if texts is not None and any(depths):
             texts.spent(done.besides + catching_up)
-            took = done.besides, catching_up, max(found.depth for found in committed)
-        clock.scored(requests, drafted or DraftBatch([], *took, looked or done.passes > 0))
+            own = DraftBatch([], done.besides, catching_up, max(found.depth for found in committed), asked=True)
+        else:
+            own = DraftBatch([], done.seconds, catching_up, done.passes, asked=done.passes > 0)
+        clock.scored(requests, drafted or own)
         return self._take(requests, committed, drafted, clock)
 
     # ------------------------------------------------------------ before the passes
@@ -236,10 +237,7 @@ class NativeRounds:
             tail = numbers(context.tokens[-LONG:])
             self._rounds.kernels.sk_look_up_in(self._rounds.number, turn.number, text.number, len(tail), tail)
             turn.text = text
-        most = context.nodes
-        if most <= gamma:  # chains: together they may be a tree, as large as the pass has room for
-            most = min(gamma * len(texts.members), max(most, self._target.sizes[-1] // batch - 1))
-        turn.size = TreeSize.found(turn.number, texts.wanted(context, gamma, most))
+        turn.size = TreeSize.found(turn.number, texts.wanted(context, gamma, self._target.sizes[-1] // batch - 1))
         return turn.size
 
     def _seat(self, drafter: ModelDrafter, lacking: Sequence[tuple[Context, Turn]]) -> None:

@@ -164,7 +164,7 @@ class LookupReader : public CountingReader {
 
   void follow(int64_t token) {
     if ((int64_t)runs.size() < most) runs.push_back(0);
-    for (size_t i = runs.size(); --i > 0;) runs[i] = runs[i - 1] * 0x5851F42D4C957F2Du + token + 1;
+    for (size_t i = runs.size(); --i > 0;) runs[i] = runs[i - 1] * run_factor + token + 1;
     runs[0] = token + 1;
   }
 

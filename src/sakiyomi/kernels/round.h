@@ -1,7 +1,7 @@
 // Rounds of requests: draft, score, verify, commit. One object for each request holds its draft, the rows of its passes and what of them
 // stays in the caches; it is kept here from round to round. Drafts are trees that grow here (growth.h), are found in texts (texts.h), or are
-// given by Python. Passes of models that have a program (program.h) are run here, others by Python, for which they are described. Python reads what was committed
-// (verify.h decides that); where there is no target, Python reads the trees.
+// given by Python. Passes of models that have a program (program.h) are run here, others by Python, for which they are described. Python
+// reads what was committed (verify.h decides that); where there is no target, Python reads the trees.
 
 #pragma once
 
@@ -35,7 +35,7 @@ struct Request : Tree {
   int64_t slot = -1;      // in the target's cache, which holds all of its tokens but the last
   int64_t last = 0;       // most tokens that it may have
   Nodes nodes;            // of this round
-  ReadText* text = nullptr;   // in which drafts are found; it is Python's
+  ReadText* text = nullptr;  // in which drafts are found; it is Python's
   bool asks = false;      // its draft of this round was found there
   Tokens said_by;         // who guessed each of its nodes first
   std::vector<double> said_chances;  // with which chance

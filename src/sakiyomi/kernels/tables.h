@@ -17,6 +17,15 @@ namespace {
 
 using Tokens = std::vector<int64_t>;
 
+constexpr uint64_t run_factor = 0x5851F42D4C957F2Du;
+
+// See run_number in ngram_file.py.
+inline uint64_t run_number(const int64_t* run, int64_t length) {
+  uint64_t number = 0;
+  for (int64_t i = 0; i < length; ++i) number = (number * run_factor + run[i] + 1) & ~(uint64_t(1) << 63);
+  return number;
+}
+
 // Numbers from 0 on by keys.
 class Index {
   struct Cell {
@@ -306,11 +315,7 @@ struct Last {
   }
 
   // run_number of the last so many.
-  uint64_t number(int64_t length) const {
-    uint64_t number = 0;
-    for (int64_t i = count - length; i < count; ++i) number = (number * 0x5851F42D4C957F2Du + tokens[i] + 1) & ~(uint64_t(1) << 63);
-    return number;
-  }
+  uint64_t number(int64_t length) const { return run_number(tokens + count - length, length); }
 
   bool operator==(const Last& other) const { return count == other.count && std::equal(tokens, tokens + count, other.tokens); }
 };
@@ -405,12 +410,6 @@ struct Ngrams {
   virtual bool after(const int64_t* run, int64_t length, Followed& to) const = 0;
   // How often a token did.
   virtual int64_t count(const Followed& run, int64_t token) const = 0;
-
-  static uint64_t number(const int64_t* run, int64_t length) {
-    uint64_t number = 0;
-    for (int64_t i = 0; i < length; ++i) number = (number * 0x5851F42D4C957F2Du + run[i] + 1) & ~(uint64_t(1) << 63);
-    return number;
-  }
 };
 
 constexpr int64_t widest_run = 16;  // WIDEST in ngram_file.py
@@ -427,7 +426,7 @@ class OnlineNgrams : public Ngrams {
   static uint64_t pair(int64_t place, int64_t token) { return uint64_t(place) << 32 | uint32_t(token); }
 
   void learn(const int64_t* run, int64_t length, int64_t token) {
-    const uint64_t key = number(run, length);
+    const uint64_t key = run_number(run, length);
     int64_t place = index.get(key);
     if (place < 0) index.set(key, place = runs.size()), runs.emplace_back();
     Run& own = runs[place];
@@ -456,7 +455,7 @@ class OnlineNgrams : public Ngrams {
   }
 
   bool after(const int64_t* run, int64_t length, Followed& to) const override {
-    const int64_t place = index.get(number(run, length));
+    const int64_t place = index.get(run_number(run, length));
     if (place >= 0) to = {runs[place].total, runs[place].kinds, place, runs[place].tops, runs[place].top};
     return place >= 0;
   }
@@ -491,7 +490,7 @@ class FileNgrams : public Ngrams {
   bool after(const int64_t* run, int64_t length, Followed& to) const override {
     if (!length) return to = all, true;
     const Order& own = orders[length - 1];
-    const int64_t key = number(run, length), place = std::lower_bound(own.runs, own.runs + own.count, key) - own.runs;
+    const int64_t key = run_number(run, length), place = std::lower_bound(own.runs, own.runs + own.count, key) - own.runs;
     if (place == own.count || own.runs[place] != key) return false;
     const int64_t start = own.starts[place];
     to = {own.totals[place], own.kinds[place], start, own.starts[place + 1] - start, own.tokens + start};

@@ -8,18 +8,15 @@ namespace {
 
 // See ChanceCalibration.
 class Claims {
-  static constexpr int64_t edges = 10;
-  double claimed[edges + 1], kept[edges + 1];
+  static constexpr int64_t bins = 11;
+  static constexpr double from[bins + 1] = {0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 1};
+  double claimed[bins], kept[bins];
 
-  static int64_t bin(double claim) {
-    static constexpr double from[edges] = {0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96};
-    return std::upper_bound(from, from + edges, claim) - from;
-  }
+  static int64_t bin(double claim) { return std::upper_bound(from + 1, from + bins, claim) - (from + 1); }
 
  public:
   Claims() {
-    static constexpr double from[edges + 2] = {0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96, 1};
-    for (int64_t i = 0; i <= edges; ++i) claimed[i] = kept[i] = 6.0 * ((from[i] + from[i + 1]) / 2);
+    for (int64_t i = 0; i < bins; ++i) claimed[i] = kept[i] = 6.0 * ((from[i] + from[i + 1]) / 2);
   }
 
   double chance(double claim) const { return std::min(0.995, claim * kept[bin(claim)] / claimed[bin(claim)]); }
@@ -67,7 +64,6 @@ struct ReadText {
   TextDraft propose(const Wanted& wanted, const Tokens& ends) {
     if (claims) learn();
     said.clear(), heard.clear();
-    TextDraft draft;
     for (size_t i = 0; i < readers.size(); ++i) {
       if (!(wanted.members >> i & 1)) continue;
       Guesses found = readers[i]->guess(wanted, {ends, seen, coupled, noise, temperature});
