@@ -100,8 +100,8 @@ def test_a_round_that_fails_is_run_again_by_python(monkeypatch: pytest.MonkeyPat
     expected, _ = written("merged", params, kernels=True)
     run, count = kernel_rounds.KernelRounds.run, [0]
 
-    def failing(*round_: Any) -> Any:
-        done = run(*round_) if count[0] % 3 else None
+    def failing(*round_: Any, **how: Any) -> Any:
+        done = run(*round_, **how) if count[0] % 3 else None
         count[0] += 1
         return done
 

@@ -21,9 +21,12 @@ from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
 from sakiyomi.drafters.block_heads.runner import BlockRunner, Written
 from sakiyomi.drafters.model import LONG
+from sakiyomi.drafters.native_trees import TreePlan
 from sakiyomi.drafters.seats import Seat, SeatDrafter
 from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.loading.model import Loaded
+
+AHEAD = 1024  # positions that the kernels are ready for behind a text
 
 
 @dataclass(eq=False, slots=True)
@@ -57,6 +60,7 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         super().__init__(runner, Slots(runner.options.guesses))
         self.runner, self.model, self._vocab_size = runner, runner.model, vocab_size
         self.hidden_states = HiddenStates(runner.options.layers, "all")
+        self.around, self.ahead = runner.around, runner.options.size
 
     @classmethod
     def make(cls, argument: str, around: DrafterContext) -> BlockDrafter:
@@ -98,18 +102,69 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
 
     # ------------------------------------------------------------ drafts
 
-    def _begin(self, context: Context, gamma: int) -> SlotTree | None:
+    @property
+    def native(self) -> bool:
+        """See ``GrowingDrafter``."""
+        return self.around.fed is not None and self.model.dtype == self.runner.target_dtype and self.around.able
+
+    def seats(self, contexts: Sequence[Context], most: int) -> list[_Seat | None]:
+        """See ``GrowingDrafter``: keys and values of all known tokens are written."""
+        found = [self._able(context) for context in contexts]
+        self._write([seat for seat in found if seat is not None])
+        return found
+
+    def _able(self, context: Context) -> _Seat | None:
+        """A request's seat, which has learnt from its last tree; None: nothing can be drafted behind its text."""
         seat: _Seat | None = context.memory.get(self.name)
         # The text is known up to its last token, and there is room for a block behind it.
         if seat is None or seat.begun == seat.known or seat.known != len(context.tokens) - 1:
             return None
-        columns = seat.known - seat.begun
-        whole = columns + self.runner.options.size
+        whole = seat.known - seat.begun + self.runner.options.size
         if whole > self.model.max_context or not self.model.cache.has_room(seat.slot, whole):
             return None
-        seat = _Seat.of(context, self.name, self._vocab_size)
+        return _Seat.of(context, self.name, self._vocab_size)
+
+    def plan(self, context: Context, gamma: int) -> TreePlan | None:
+        """See ``GrowingDrafter``."""
+        whole = len(context.tokens) + self.runner.options.size
+        masks = self.around.masks
+        if masks is not None and masks.pairs is not None:
+            masks.pairs.reach(whole)
+        return super().plan(context, gamma) if whole <= self.model.max_context else None
+
+    def tree(self, context: Context, seat: _Seat) -> SlotTree:
+        """See ``GrowingDrafter``."""
+        tree = self._slots.begin(context, self.name, seat.sampler, 1)
+        tree.slot, tree.held, tree.lead = seat.slot, seat.known, seat.begun
+        return tree
+
+    def place(self, context: Context) -> tuple[int | None, int]:
+        """See ``GrowingDrafter``: a block is overwritten by the next one."""
+        seat: _Seat | None = context.memory.get(self.name)
+        return (None, 0) if seat is None else (seat.slot, seat.known - seat.begun)
+
+    def rows(self, depth: int, missing: int) -> int:
+        """See ``GrowingDrafter``."""
+        return self.runner.options.size
+
+    def follow(self, context: Context, seat: _Seat, held: int) -> None:
+        """See ``GrowingDrafter``."""
+        seat.known = held - 1
+        masks = self.around.masks
+        if masks is not None and masks.pairs is not None:
+            masks.pairs.reach(held + AHEAD)
+
+    def leave(self, context: Context, seat: _Seat, heard: Tensor) -> None:
+        """See ``GrowingDrafter``: what was heard is not written yet."""
+        if len(heard):
+            seat.waiting = [Written(seat.slot, seat.known - seat.begun - len(heard), heard)]
+
+    def _begin(self, context: Context, gamma: int) -> SlotTree | None:
+        seat = self._able(context)
+        if seat is None:
+            return None
         seat.tree = tree = self._slots.begin(context, self.name, seat.sampler, gamma)
-        tree.slot, tree.held = seat.slot, columns
+        tree.slot, tree.held = seat.slot, seat.known - seat.begun
         return tree
 
     def _grow(self, states: Sequence[SlotTree]) -> None:

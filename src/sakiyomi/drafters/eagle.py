@@ -25,7 +25,7 @@ from sakiyomi.drafters.eagle_heads.module import load_module
 from sakiyomi.drafters.eagle_heads.runner import EagleHead, FeatureHead, SharedHead
 from sakiyomi.drafters.model import CHUNK, LONG
 from sakiyomi.drafters.seats import Seat, SeatDrafter
-from sakiyomi.drafters.slot_tree import ParallelReader
+from sakiyomi.drafters.slot_tree import MASKS, ParallelReader
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading.model import Loaded
@@ -64,7 +64,7 @@ class FedReader(TreeReader):
     state = FedTree
 
     def __init__(self, head: FeatureHead, vocab_size: int) -> None:
-        super().__init__(head.model, vocab_size, head.fed)
+        super().__init__(head.model, vocab_size, head.around.fed)
         self._head = head
 
     def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
@@ -152,7 +152,8 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         reader: Callable[[Any, int], TreeReader] = ParallelFedReader if parallel else FedReader
         super().__init__(reader(head, vocab_size))
         self.hidden_states = HiddenStates(head.options.layers, "all")
-        self._head, self._vocab_size = head, vocab_size
+        self._head, self._vocab_size, self.around = head, vocab_size, head.around
+        self.ahead = MASKS if parallel else 0
 
     @classmethod
     def make(cls, argument: str, around: DrafterContext) -> EagleDrafter:
@@ -197,19 +198,71 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
+        self._read(contexts)
+        return super().propose(contexts, gammas)
+
+    def _read(self, contexts: Sequence[Context], most: int = LONG) -> None:
+        """Make the features of tokens that wait for them, and read what slots lack that lack more than so many."""
         before = self.model.forward_seconds
         self._feed([context.memory[self.name] for context in contexts if self.name in context.memory])
         for context in contexts:
-            self._catch_up(context)
+            self._catch_up(context, most)
         self.prefill_seconds += self.model.forward_seconds - before
-        return super().propose(contexts, gammas)
 
-    def _catch_up(self, context: Context) -> None:
-        """Read what the slot lacks of a long text, without its last tokens."""
+    @property
+    def native(self) -> bool:
+        """See ``GrowingDrafter``."""
+        return self.around.fed is not None and self._head.model.dtype == self._head.target.dtype and self.around.able
+
+    def seats(self, contexts: Sequence[Context], most: int) -> list[_Seat | None]:
+        """See ``GrowingDrafter``."""
+        self._read(contexts, most)
+        found = [self._able(context) for context in contexts]
+        for i, (context, seat) in enumerate(zip(contexts, found, strict=True)):
+            if seat is not None and self._head.blank and seat.held == seat.begun + 1:  # the text's first row is unread
+                self._catch_up(context, 1)
+                found[i] = seat if seat.held > seat.begun + 1 else None
+        return found
+
+    def _able(self, context: Context) -> _Seat | None:
+        """A request's seat, which has learnt from its last tree; None: nothing can be drafted behind its text."""
+        seat: _Seat | None = context.memory.get(self.name)
+        count = len(context.tokens)
+        # Behind a prefix from the cache, whose features are missing, the features of two tokens are needed.
+        if seat is None or seat.known != count - 1 or seat.held >= count or count - seat.held > LONG:
+            return None
+        return _Seat.of(context, self.name, self._vocab_size) if count < self.model.max_context else None
+
+    def tree(self, context: Context, seat: _Seat) -> DraftTreeState:
+        """See ``GrowingDrafter``."""
+        tree = self._begin(context, 1)
+        assert tree is not None
+        return tree
+
+    def place(self, context: Context) -> tuple[int | None, int]:
+        """See ``GrowingDrafter``: rows of trees are not needed, since accepted tokens are read again."""
+        seat: _Seat | None = context.memory.get(self.name)
+        return (None, 0) if seat is None else (seat.slot, max(0, seat.held - seat.begun - 1))
+
+    def rows(self, depth: int, missing: int) -> int:
+        """See ``GrowingDrafter``."""
+        return missing + depth - 1 if self.one_pass else missing
+
+    def follow(self, context: Context, seat: _Seat, held: int) -> None:
+        """See ``GrowingDrafter``."""
+        seat.held = held
+
+    def leave(self, context: Context, seat: _Seat, heard: Tensor) -> None:
+        """See ``GrowingDrafter``."""
+        if len(heard):
+            seat.feed(seat.known, heard)
+
+    def _catch_up(self, context: Context, most: int) -> None:
+        """Read what the slot lacks of a text that lacks more than ``most`` tokens, without its last ones."""
         if self.name not in context.memory:
             return
         seat = _Seat.of(context, self.name, self._vocab_size)
-        while seat.known == len(context.tokens) - 1 and len(context.tokens) - seat.held > LONG:
+        while seat.known == len(context.tokens) - 1 and len(context.tokens) - seat.held > most:
             end = min(seat.held + CHUNK, len(context.tokens) - 1)
             columns = end - seat.begun - 1
             if columns >= self.model.max_context or not self.model.cache.has_room(seat.slot, columns):
@@ -220,10 +273,8 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
             seat.held = end
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        seat: _Seat | None = context.memory.get(self.name)
-        count = len(context.tokens)
-        # Behind a prefix from the cache, whose features are missing, the features of two tokens are needed.
-        if seat is None or seat.known != count - 1 or seat.held >= count or count - seat.held > LONG:
+        seat, count = self._able(context), len(context.tokens)
+        if seat is None:
             return None
         tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, seat.held)
         if tree is not None:

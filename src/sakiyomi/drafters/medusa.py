@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
@@ -18,6 +19,7 @@ from sakiyomi.drafters.draft_tree_state import RequestMemory
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
+from sakiyomi.drafters.native_trees import TreePlan
 from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner
@@ -44,6 +46,7 @@ class MedusaDrafter(OnePassDrafter):
             tuned = None
         super().__init__(guesser, Slots(guesser.heads, tuned.accuracies if tuned is not None else None))
         self.guesser, self.tuned, self._vocab_size = guesser, tuned, vocab_size
+        self.around = guesser.around
 
     @classmethod
     def load(cls, name: str, target: ModelRunner, *, allow_pickle: bool = False) -> MedusaDrafter:
@@ -61,12 +64,43 @@ class MedusaDrafter(OnePassDrafter):
         """See ``load``."""
         return cls.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
+    @property
+    def _most(self) -> tuple[int, int, int] | None:
+        """Largest depth, nodes, and candidates of a place that were tuned."""
+        return None if self.tuned is None else (self.tuned.heads, self.tuned.nodes, self.tuned.top_k)
+
+    @property
+    def native(self) -> bool:
+        """See ``GrowingDrafter``: the kernels run the heads."""
+        return self.around.able
+
+    def plan(self, context: Context, gamma: int) -> TreePlan | None:
+        """See ``GrowingDrafter``."""
+        return self._slots.plan(context, gamma, self._most)
+
+    def seats(self, contexts: Sequence[Context], most: int) -> list[RequestMemory | None]:
+        """See ``GrowingDrafter``."""
+        return [self._memory(context) if context.states else None for context in contexts]
+
+    def tree(self, context: Context, seat: RequestMemory) -> SlotTree:
+        """See ``GrowingDrafter``."""
+        tree = self._slots.begin(context, self.name, seat.sampler, 1, self._most)
+        tree.held, tree.given = len(context.tokens) - 1, context.states[HEAD][None]
+        return tree
+
+    def leave(self, context: Context, seat: RequestMemory, heard: Tensor) -> None:
+        """See ``GrowingDrafter``."""
+        if len(heard):
+            context.states = {HEAD: heard[-1]}
+
+    def _memory(self, context: Context) -> RequestMemory:
+        return RequestMemory.of(context, self.name, self._vocab_size)
+
     def _begin(self, context: Context, gamma: int) -> SlotTree:
         if not context.states:
             raise ValueError("the target gives no hidden states")
-        most = None if self.tuned is None else (self.tuned.heads, self.tuned.nodes, self.tuned.top_k)
-        memory = RequestMemory.of(context, self.name, self._vocab_size)
-        memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, most)
+        memory = self._memory(context)
+        memory.tree = tree = self._slots.begin(context, self.name, memory.sampler, gamma, self._most)
         return tree
 
     def _grow(self, states: Sequence[SlotTree]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from sakiyomi.drafters.confidence import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.native_texts import NativeTexts
 from sakiyomi.drafters.text_base import TextDrafter
+from sakiyomi.drafters.tree_reader import GrowingDrafter
 
 logger = logging.getLogger("sakiyomi")
 _UNKNOWN = 0.5  # chance of a node whose drafter states none
@@ -80,6 +80,7 @@ class MergedDrafter(Drafter):
             layers = tuple(sorted({layer for each in asked for layer in each.layers}))
             self.hidden_states = HiddenStates(layers, "all" if any(each.rows == "all" for each in asked) else "last")
         self._calibrations = {member.name: ChanceCalibration() for member in self.members}
+        self._texts: NativeTexts | None = None
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
@@ -95,34 +96,48 @@ class MergedDrafter(Drafter):
             if member.leading:
                 tell(member, "rank", context, tree, rows)
 
-    @cached_property
+    @property
     def texts(self) -> NativeTexts | None:
-        """Of its requests, where all members read texts and the kernels have readers for them; None: they are here."""
-        members = [member for member in self.members if isinstance(member, TextDrafter) and member.kernels is not None]
-        able = type(self) is MergedDrafter and len(members) == len(self.members)
-        return NativeTexts(self, members) if able else None
+        """Of its requests, where the kernels read texts for all members, but perhaps one whose trees they grow; None:
+        they are here.
+        """
+        if self._texts is None and type(self) is MergedDrafter:
+            texts = [
+                member for member in self.members if isinstance(member, TextDrafter) and member.kernels is not None
+            ]
+            others = self.members[len(texts) :]
+            if texts and self.members[: len(texts)] == texts and (not others or _grows(others)):
+                self._texts = NativeTexts(self, texts, len(self.members))
+        return self._texts
+
+    @property
+    def grower(self) -> GrowingDrafter | None:
+        """The member whose trees the kernels grow; None: there is none."""
+        last = self.members[-1]
+        return last if self.texts is not None and isinstance(last, GrowingDrafter) else None
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""
         if self.texts is not None:
             self.texts.inherit(context, earlier)
-        elif self.name in earlier.memory:
-            length, said = earlier.memory[self.name]
+        if self._said in earlier.memory:
+            length, said = earlier.memory[self._said]
             if alike(earlier.tokens[:length], context.tokens) == length:
-                context.memory[self.name] = length, said
+                context.memory[self._said] = length, said
         for member in self.members:
             tell(member, "inherit", context, earlier)
 
     def end(self, context: Context) -> None:
         """See ``Drafter``."""
         super().end(context)
+        context.memory.pop(self._said, None)
         self._without.pop(context.id, None)
         for member in self.members:
             tell(member, "end", context)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
-        if self.texts is not None:
+        if self.texts is not None and self.grower is None:
             return self.texts.propose(contexts, gammas)
         for context in contexts:
             self._learn(context)
@@ -155,8 +170,13 @@ class MergedDrafter(Drafter):
             for context, gamma, those in zip(contexts, gammas, drafts, strict=True)
         ]
         for context, those in zip(contexts, drafts, strict=True):
-            context.memory[self.name] = len(context.tokens), those
+            context.memory[self._said] = len(context.tokens), those
         return merged
+
+    @property
+    def _said(self) -> str:
+        """Where a request's memory has its last proposals, and how long its text was."""
+        return f"{self.name}: said"
 
     # ------------------------------------------------------------ worth
 
@@ -183,7 +203,7 @@ class MergedDrafter(Drafter):
 
     def _learn(self, context: Context) -> None:
         """Compare the last proposals with what the target accepted."""
-        length, drafts = context.memory.pop(self.name, (0, ()))
+        length, drafts = context.memory.pop(self._said, (0, ()))
         tokens = context.tokens[length:]
         for proposal in drafts:
             calibration, tree, claimed = self._calibrations[proposal.name], proposal.draft.tree, proposal.claimed
@@ -263,3 +283,8 @@ def _kept(
         order = [node for node in order if node in kept]
         kept = set(order[: worth.size([values[node] for node in order])])
     return sorted(kept)
+
+
+def _grows(members: Sequence[Drafter]) -> bool:
+    """Whether this is one member alone, whose trees the kernels grow."""
+    return len(members) == 1 and isinstance(members[0], GrowingDrafter) and members[0].native

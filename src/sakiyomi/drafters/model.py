@@ -13,9 +13,10 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.learning import MOST, HeadLearner
-from sakiyomi.drafters.slot_tree import ParallelReader
+from sakiyomi.drafters.slot_tree import MASKS, ParallelReader
 from sakiyomi.drafters.tree_reader import TreeDrafter, TreeReader
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.kernel_rounds import Around, MaskRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
@@ -68,6 +69,10 @@ class ModelDrafter(TreeDrafter):
         learner: HeadLearner | None = None,
     ) -> None:
         super().__init__(TreeReader(model, vocab_size) if mask is None else ParallelReader(model, vocab_size, mask))
+        self.around, self.ahead = (
+            Around(masks=None if mask is None else MaskRows(mask)),
+            MASKS if mask is not None else 0,
+        )
         self.learner, self.name = learner, name
         self._vocab_size = vocab_size
         self._knows_all = model.vocab_size >= vocab_size  # the target's vocabulary may be padded further
@@ -117,28 +122,35 @@ class ModelDrafter(TreeDrafter):
 
     @property
     def native(self) -> bool:
-        """Whether the kernels may grow its trees from round to round: a token is guessed in each pass, of any text."""
-        return self._knows_all and type(self.reader) is TreeReader
+        """See ``GrowingDrafter``: of any text."""
+        return self._knows_all and type(self) is ModelDrafter
 
-    def seats(self, contexts: Sequence[Context]) -> list[Seat | None]:
-        """The requests' slots, which hold all but a few tokens of the texts; None for requests for which the draft
-        model proposes nothing in this round.
-        """
+    def seats(self, contexts: Sequence[Context], most: int) -> list[Seat | None]:
+        """See ``GrowingDrafter``."""
         able = [context for context in contexts if len(context.tokens) < self.model.max_context]
-        self._follow(able)
+        self._follow(able, most)
         found = (context.memory.get(self.name) if context in able else None for context in contexts)
         return [seat if seat is not None and seat.ready else None for seat in found]
 
     def place(self, context: Context) -> tuple[int | None, int]:
-        """A request's slot and the number of its tokens there; no slot where rows of a tree are still needed."""
+        """See ``GrowingDrafter``."""
         seat: Seat | None = context.memory.get(self.name)
         return (None, 0) if seat is None or seat.tree is not None else (seat.slot, len(seat.held))
 
     def tree(self, context: Context, seat: Seat) -> DraftTreeState:
-        """A tree that has no token yet."""
+        """See ``GrowingDrafter``."""
         state = self.reader.begin(context, seat.sampler, self.name, 1, seat.slot, len(seat.held))
         assert state is not None
         return state
+
+    def rows(self, depth: int, missing: int) -> int:
+        """See ``GrowingDrafter``."""
+        return missing + depth - 1 if self.one_pass else missing
+
+    def follow(self, context: Context, seat: Seat, held: int) -> None:
+        """See ``GrowingDrafter``."""
+        seat.held += context.tokens[len(seat.held) : held]
+        seat.sure = len(seat.held)
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         seat: Seat | None = context.memory.get(self.name)
@@ -157,16 +169,16 @@ class ModelDrafter(TreeDrafter):
     def _sampler(self, context: Context) -> Sampler:
         return Sampler(context.params, self._vocab_size)
 
-    def _follow(self, contexts: Sequence[Context]) -> None:
-        """Read what the requests' slots lack, at most a chunk of each; new prompts share passes."""
-        before = self.model.forward_seconds
+    def _follow(self, contexts: Sequence[Context], most: int | None = None) -> None:
+        """Read what slots lack that lack more than so many tokens, a chunk of each at most; prompts share passes."""
+        before, most = self.model.forward_seconds, LONG if most is None else min(most, LONG)
         here: list[tuple[Context, Seat]] = []
         behind: list[tuple[Seat, list[int]]] = []
         for context in contexts:
             seat = self._seat(context)
             if not seat.held and not self._reserve(seat, 1):  # reads the source, which counts as prefill
                 continue
-            if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
+            if len(context.tokens) - len(seat.held) > (most if seat.held else 1):
                 fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
                 if not self._knows(fresh) or not self._reserve(seat, len(fresh)):
                     continue

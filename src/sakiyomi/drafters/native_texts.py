@@ -25,7 +25,8 @@ from sakiyomi.kernels.native import numbers
 CHUNK = 4096  # most tokens that are read in one round, so that other requests do not wait long
 LONG = 64  # more tokens than these at once are a prompt
 KEPT = 4  # tokens of a row that `recycle` keeps; others are hardly ever worth a node
-_WANTED = struct.Struct("=5qdQ")  # Wanted in texts.h
+_WANTED = struct.Struct("=5qdQ")  # Wanted in readers.h
+NOTHING = bytes(_WANTED.size)  # is wanted
 
 
 def doubles(values: Sequence[float]) -> ctypes.Array[ctypes.c_double]:
@@ -68,14 +69,14 @@ class NativeText:
 
     Args:
         kernels: the library.
-        claims: of the drafters that share it; 0: there is one.
+        shared: what the members of a merged drafter share; 0: there is one drafter.
 
     Attributes:
         number: its own there.
     """
 
-    def __init__(self, kernels: Any, claims: int) -> None:
-        self.kernels, self.number = kernels, int(kernels.sk_text(claims))
+    def __init__(self, kernels: Any, shared: int) -> None:
+        self.kernels, self.number = kernels, int(kernels.sk_text(shared))
         self._seen = ctypes.c_int64.from_address(kernels.sk_text_seen(self.number))
         freed(self, kernels.sk_free_text, self.number)
 
@@ -123,19 +124,20 @@ class NativeTexts:
     Args:
         drafter: whose they are; it is not kept alive.
         members: whose readers read each text: the drafter itself, or those that it merges.
+        count: of all drafters that it merges, of which another one may come behind these.
 
     Attributes:
         members: see above.
         kind: of its drafts.
     """
 
-    def __init__(self, drafter: Drafter, members: Sequence[Member]) -> None:
+    def __init__(self, drafter: Drafter, members: Sequence[Member], count: int = 1) -> None:
         self._drafter, self.members, self._kernels = weakref.proxy(drafter), members, members[0].kernels
         self.kind: DraftKind = drafter.kind
-        self._claims = 0
+        self._shared, self._count = 0, count
         if self.kind == "merged":
-            self._claims = int(self._kernels.sk_claims(len(members)))
-            freed(self, self._kernels.sk_free_claims, self._claims)
+            self._shared = int(self._kernels.sk_shared(count))
+            freed(self, self._kernels.sk_free_shared, self._shared)
         self._counts, self._ints = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)()
         self._doubles = ctypes.POINTER(ctypes.c_double)()
         self._priced: tuple[Any, int] = None, 0  # what the table is of
@@ -144,14 +146,10 @@ class NativeTexts:
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
         began = time.perf_counter()
-        drafts = [self._propose(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        guessed = [self._guess(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        drafts = [Draft.empty() if each is None else self._draft(*each) for each in guessed]
         self.spent(time.perf_counter() - began)
         return drafts
-
-    @property
-    def prices(self) -> Any:
-        """The table that ``wanted`` made last; None: none."""
-        return self._table or None
 
     def spent(self, seconds: float) -> None:
         """Add seconds to those of the drafter, whose clock is that of its members."""
@@ -161,7 +159,7 @@ class NativeTexts:
         """What is wanted of a draft of so many levels; merged chains may be a tree, of ``room`` nodes at most."""
         worth, asks, most = context.worth, context.asks, context.nodes
         if most <= gamma:
-            most = gamma * len(self.members)
+            most = gamma * self._count
             most = most if room is None else min(most, max(context.nodes, room))
         every = asks is None or self.kind != "merged"
         mask = sum([1 << i for i, member in enumerate(self.members) if every or member.name in (asks or ())])
@@ -178,7 +176,7 @@ class NativeTexts:
         name = self._drafter.name  # which may change until it is first used
         text: NativeText | None = context.memory.get(name)
         if text is None:
-            text = NativeText(self._kernels, self._claims)
+            text = NativeText(self._kernels, self._shared)
             text.judged(context)
             for member in self.members:
                 member.add_reader(text.number, context)
@@ -203,15 +201,22 @@ class NativeTexts:
         text.judged(context)
         context.memory[name] = text
 
-    def _propose(self, context: Context, gamma: int) -> Draft:
+    def _guess(self, context: Context, gamma: int) -> tuple[NativeText, Wanted] | None:
+        """Guess what follows a text; None: there is too much of it to read. All texts' members learn before the first
+        draft is merged.
+        """
         text = self.read(context)
         if text is None:
-            return Draft.empty()
+            return None
         if missing := context.tokens[text.seen :]:
             text.read(missing)
-        asked, ends = self.wanted(context, gamma).pack(), numbers([*context.stop_ids])
+        wanted, ends = self.wanted(context, gamma), numbers([*context.stop_ids])
+        self._kernels.sk_text_guess(text.number, wanted.pack(), len(ends), ends)
+        return text, wanted
+
+    def _draft(self, text: NativeText, wanted: Wanted) -> Draft:
         found = self._counts, ctypes.byref(self._ints), ctypes.byref(self._doubles)
-        self._kernels.sk_text_propose(text.number, asked, len(ends), ends, *found)
+        self._kernels.sk_text_draft(text.number, wanted.pack(), *found)
         nodes, draws = self._counts
         if not nodes:
             return Draft.empty()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,28 +18,55 @@ from torch import Tensor
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
-from sakiyomi.drafters.native_texts import Wanted
+from sakiyomi.drafters.native_texts import NOTHING, Wanted, doubles
 from sakiyomi.drafters.trees import Builder, CandidateTree
-from sakiyomi.model_executor.kernel_rounds import FedRows, KernelRounds
+from sakiyomi.kernels.native import pointer
+from sakiyomi.model_executor.kernel_rounds import Around, FedRows, KernelRounds
 from sakiyomi.model_executor.runner import ModelRunner
 
-_ASKED = struct.Struct("=9q6d")  # Asked in round.h
+_EXTENT = struct.Struct("=8q6d2q")  # Extent in growth.h
+_NOTHING = bytes(_EXTENT.size)
 _ROOT = struct.Struct("=6q3d2Qq")  # Root in growth.h
-_SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4, "text": 5}
+_SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
 
 
-class TreeSize(NamedTuple):
-    """How large the tree of a request may become in a round.
+class TreePlan(NamedTuple):
+    """What a tree is to become.
 
     Attributes:
-        depth, nodes: at most; depth 0: no tree grows in the kernels.
-        width: most rows of a level.
+        tree: without a level.
+        builder: decides its shape.
+        worth: what a token is worth, where that is weighed.
+        levels: what turns the scores of each level's candidates into chances; one: of all.
+        breadth: most candidates of a place, where nodes are picked; None: as many as the builder wants.
+    """
+
+    tree: CandidateTree
+    builder: Builder
+    worth: TokenValue | None
+    levels: Sequence[Confidence]
+    breadth: int | None = None
+
+    def candidate_count(self, place: int) -> int:
+        """How many children a place should have."""
+        count = self.builder.candidate_count(self.tree, place)
+        return count if self.breadth is None or not self.builder.picks else min(count, self.breadth)
+
+
+class TreeSize(NamedTuple):
+    """How large the draft of a request may become in a round.
+
+    Attributes:
+        depth: of a tree that grows in the kernels; 0: none does.
+        nodes: of the draft, at most.
+        width: most rows of a level of the tree.
         rows: candidates that are read of all levels, at most.
         worth: what a token is worth, where that is weighed.
-        children: of a fixed shape, which the kernels read as long as this is there.
-        asked: all this of a request, as the kernels take it.
+        held: arrays that the kernels read as long as this is there.
+        extent: of the tree, as the kernels take it.
+        wanted: of what is found in the request's text, likewise.
     """
 
     depth: int
@@ -46,44 +74,42 @@ class TreeSize(NamedTuple):
     width: int
     rows: int
     worth: TokenValue | None
-    children: Any
-    asked: bytes
+    held: Any = None
+    extent: bytes = _NOTHING
+    wanted: bytes = NOTHING
 
     @classmethod
-    def none(cls, number: int, nodes: int = 0) -> TreeSize:
-        """Of a request with this number in the kernels whose draft, of so many nodes, does not grow there."""
-        return cls(0, nodes, 0, 0, None, None, _ASKED.pack(number, *[0] * 8, *[0.0] * 6))
+    def none(cls, nodes: int = 0) -> TreeSize:
+        """Of a draft of so many nodes that neither grows nor is found."""
+        return cls(0, nodes, 0, 0, None)
+
+    def asked(self, number: int) -> bytes:
+        """All this of a request, as the kernels take it: `Asked` in `round.h`."""
+        return number.to_bytes(8, sys.byteorder) + self.extent + self.wanted
+
+    def finding(self, wanted: Wanted) -> TreeSize:
+        """The same, of a draft that is also found in the request's text."""
+        nodes = max(wanted.nodes, wanted.most, self.nodes)
+        held = self.held, wanted.seconds
+        return self._replace(nodes=nodes, worth=wanted.worth, held=held, wanted=wanted.pack())
 
     @classmethod
-    def found(cls, number: int, wanted: Wanted) -> TreeSize:
-        """Of a request whose draft is found in its text."""
-        worth, nodes = wanted.worth, max(wanted.nodes, wanted.most)
-        limits = wanted.depth, wanted.nodes, wanted.members, worth is not None, _SHAPES["text"], wanted.most, 0, 0
-        weights = 0.0, 0.0, worth.rate if worth is not None else 0.0, 0.0, 0.0, 0.0
-        return cls(wanted.depth, nodes, 0, 0, worth, None, _ASKED.pack(number, *limits, *weights))
-
-    @classmethod
-    def of(
-        cls, number: int, tree: CandidateTree, builder: Builder, worth: TokenValue | None, confidence: Confidence
-    ) -> TreeSize | None:
-        """Of a tree without a level; None: the kernels do not know its shape.
-
-        Args:
-            number: of the request in the kernels.
-            tree, builder: the tree, and what decides its shape.
-            worth: what a token is worth, where that is weighed.
-            confidence: what turns scores into chances.
-        """
+    def of(cls, plan: TreePlan) -> TreeSize | None:
+        """Of a tree without a level; None: the kernels do not know its shape."""
+        tree, builder, worth = plan.tree, plan.builder, plan.worth
         shape = builder.shape(tree.depth, tree.nodes)
         if shape is None:
             return None
         children = (ctypes.c_int64 * len(shape.children))(*shape.children) if shape.children else None
-        limits = tree.depth, tree.nodes, builder.candidate_count(tree, -1), worth is not None
+        chances = [number for each in plan.levels for number in (each.sharpness, each.coverage)]
+        slots = doubles(chances) if len(plan.levels) > 1 else None
+        limits = tree.depth, tree.nodes, plan.candidate_count(-1), worth is not None
         about = _SHAPES[shape.kind], shape.width, shape.rows, 0 if children is None else ctypes.addressof(children)
         price, rate = (worth.price(tree.nodes), worth.rate) if worth is not None else (0.0, 0.0)
-        weights = tree.floor, price, rate, FOLLOWED, confidence.sharpness, confidence.coverage
-        asked = _ASKED.pack(number, *limits, *about, *weights)
-        return cls(tree.depth, tree.nodes, shape.width, shape.rows, worth, children, asked)
+        weights = tree.floor, price, rate, FOLLOWED, *chances[:2]
+        more = 0 if slots is None else ctypes.addressof(slots), plan.breadth or 0
+        extent = _EXTENT.pack(*limits, *about, *weights, *more)
+        return cls(tree.depth, tree.nodes, shape.width, shape.rows, worth, (children, slots), extent)
 
 
 class NativeTrees:
@@ -92,12 +118,12 @@ class NativeTrees:
     Args:
         model: the draft model.
         vocab_size: of the target.
-        fed: rows of the model's passes read hidden states beside their tokens.
+        fed: what the model's passes read and give beside tokens and logits.
     """
 
     def __init__(self, model: ModelRunner, vocab_size: int, fed: FedRows | None = None) -> None:
         self._model, self._width, self._fed = model, vocab_size, fed
-        self._rounds = KernelRounds(model, None, vocab_size, fed=fed)
+        self._rounds = KernelRounds(model, None, vocab_size, around=Around(fed))
         self._grown = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_double)()
         self._tables: list[Tensor] = []  # of the requests of a round, (places, V): new memory costs more than its use
 
@@ -112,14 +138,16 @@ class NativeTrees:
             How many passes that took; None: nothing was done, these trees grow in Python.
         """
         sizes: list[TreeSize] = []
-        for number, state in enumerate(states):
-            size = self._size_of(number, state)
+        for state in states:
+            size = self._size_of(state)
             if size is None:
                 return None
             sizes.append(size)
         rounds, first = self._rounds, states[0] if states else None
         missing, width = sum([state.first - state.held for state in states]), sum([size.width for size in sizes])
-        if first is None or not rounds.ready([max(missing, width)], lambda: [(first.slot, first.held - first.lead)]):
+        # A level is hardly ever as wide as it may be: one that is wider than the largest pass grows in Python.
+        wanted = max(missing, min(width, self._model.sizes[-1]))
+        if first is None or not rounds.ready([wanted], lambda: [(first.slot, first.held - first.lead)]):
             return None
         room = [(state.slot, state.first - state.lead + size.rows) for state, size in zip(states, sizes, strict=True)]
         if not all(self._model.cache.has_room(*each) for each in room):
@@ -132,18 +160,18 @@ class NativeTrees:
             seat_tree(rounds, i, state, tables[i])
         weighed = any(size.worth is not None for size in sizes)
         seconds = level_seconds(self._model, max(size.width for size in sizes), besides) if weighed else None
-        grown = rounds.run(len(states), b"".join([size.asked for size in sizes]), seconds)
+        grown = rounds.run(len(states), b"".join([size.asked(number) for number, size in enumerate(sizes)]), seconds)
         if grown is None:
             return None
         for i, state in enumerate(states):
             self._read(state, i, tables[i])
         return grown.passes
 
-    def _size_of(self, number: int, state: DraftTreeState) -> TreeSize | None:
+    def _size_of(self, state: DraftTreeState) -> TreeSize | None:
         """The size of a tree that the kernels can grow; None for others, such as trees with logits processors."""
         if (self._fed is None and type(state) is not DraftTreeState) or state.sampler.edits or state.candidates.levels:
             return None
-        return TreeSize.of(number, state.candidates, state.builder, state.worth, state.confidence)
+        return TreeSize.of(TreePlan(state.candidates, state.builder, state.worth, (state.confidence,)))
 
     def _table(self, index: int, places: int) -> Tensor:
         """Room for the distributions of so many places, whose candidates are drawn."""
@@ -209,6 +237,8 @@ def seat_tree(rounds: KernelRounds, number: int, state: DraftTreeState, probs: T
         0 if probs is None else probs.data_ptr(),
     )
     tokens = struct.pack(f"={len(missing) + len(stops)}q", *missing, *stops)
-    given = None if rounds.fed is None else state.given.to(rounds.fed.given.dtype).contiguous()
-    place = None if given is None else given.data_ptr()
-    rounds.kernels.sk_seat(rounds.number, number, root, len(missing), len(stops), tokens, place)
+    given, (fed, _, heard) = state.given.to(rounds.models[0].dtype).contiguous(), rounds.around
+    features = given if fed is not None and fed.given is not None else None
+    rounds.kernels.sk_seat(rounds.number, number, root, len(missing), len(stops), tokens, pointer(features))
+    if heard is not None and heard.slots is not None:
+        rounds.kernels.sk_hear(rounds.number, number, given.data_ptr())

@@ -13,11 +13,12 @@ from heapq import heappop, heappush
 
 from torch import Tensor
 
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Rule
 from sakiyomi.drafters.beside import Beside
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.head_model import over_vocabulary
+from sakiyomi.drafters.native_trees import TreePlan
 from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, TreeReader, begin_tree, is_drawn
 from sakiyomi.drafters.trees import BestFirst
 from sakiyomi.model_executor.runner import ModelRunner
@@ -46,6 +47,21 @@ class SlotTree(DraftTreeState):
     _known: dict[int, _Found] | None = field(default_factory=dict)  # by slot; None: a slot's candidates differ
     _sure: dict[int, float] = field(default_factory=dict)  # by place, of the level that is read
     _trust: float | None = None  # of the place that is read
+
+    @classmethod
+    def of(cls, plan: TreePlan, context: Context, name: str, sampler: Sampler) -> SlotTree:
+        """The tree of a plan, without a level.
+
+        Args:
+            plan: of the tree.
+            context: of the request.
+            name: of the drafter.
+            sampler: of the request.
+        """
+        shape = plan.tree, plan.builder, plan.levels[0]
+        tree = cls(context, sampler, name, *shape, is_drawn(context), context.slot, 0)
+        tree.levels, tree.width = plan.levels, plan.breadth
+        return tree
 
     @property
     def columns(self) -> int:
@@ -160,29 +176,39 @@ class Slots:
             for rule, sharpness in SHARPNESS.items()
         }
 
-    def begin(
-        self, context: Context, name: str, sampler: Sampler, gamma: int, most: tuple[int, int, int] | None = None
-    ) -> SlotTree:
-        """A tree without a level.
+    def plan(self, context: Context, gamma: int, most: tuple[int, int, int] | None = None) -> TreePlan:
+        """What a request's tree is to become.
 
         Args:
             context: of the request.
-            name: of the drafter.
-            sampler: of the request.
             gamma: depth wanted.
             most: largest depth, nodes, and candidates of a place, where costs decide the size.
         """
         worth, drawn = context.worth, is_drawn(context)
-        depth, nodes, width = min(gamma, self.count), context.nodes, None
+        depth, nodes, breadth = min(gamma, self.count), context.nodes, None
         if worth is not None:
             depth = min(self.count if not drawn else depth, worth.depth)
             if most is not None:
-                depth, nodes, width = min(depth, most[0]), min(nodes, most[1]), most[2]
+                depth, nodes, breadth = min(depth, most[0]), min(nodes, most[1]), most[2]
         levels = self.confidence[context.rule]
-        candidates, builder = begin_tree(context, depth, nodes, lambda: [level.ranks for level in levels[:depth]])
-        tree = SlotTree(context, sampler, name, candidates, builder, levels[0], drawn, context.slot, 0)
-        tree.levels, tree.width = levels, width
-        return tree
+        tree, builder = begin_tree(context, depth, nodes, lambda: [level.ranks for level in levels[:depth]])
+        return TreePlan(tree, builder, None if drawn else worth, levels, breadth)
+
+    def begin(
+        self, context: Context, name: str, sampler: Sampler, gamma: int, most: tuple[int, int, int] | None = None
+    ) -> SlotTree:
+        """A tree without a level, see ``plan``.
+
+        Args:
+            name: of the drafter.
+            sampler: of the request.
+        """
+        return SlotTree.of(self.plan(context, gamma, most), context, name, sampler)
+
+    def learn(self, rule: Rule, places: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """Learn what the target chose at each place of a tree that it came to, see ``GrowingDrafter.learn``."""
+        for level, (rank, scores) in zip(self.confidence[rule], places, strict=False):
+            level.learn(scores, rank if rank >= 0 else None)
 
 
 class OnePassDrafter(GrowingDrafter):
@@ -208,6 +234,19 @@ class OnePassDrafter(GrowingDrafter):
         """See ``Drafter.forward_seconds``."""
         return self._runner.seconds
 
+    def plan(self, context: Context, gamma: int) -> TreePlan | None:
+        """See ``GrowingDrafter``."""
+        return self._slots.plan(context, gamma)
+
+    def learn(self, context: Context, places: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """See ``GrowingDrafter``."""
+        self._slots.learn(context.rule, places)
+
+    def ran(self, passes: int, seconds: float, besides: float) -> None:
+        """See ``GrowingDrafter``."""
+        self._runner.passes += passes
+        self._runner.seconds += seconds
+
 
 class ParallelReader(TreeReader):
     """Grows trees and chains of draft models that guess several tokens in one pass, at masks behind the text.
@@ -228,17 +267,29 @@ class ParallelReader(TreeReader):
         super().__init__(model, vocab_size)
         self._mask, self._slots = mask, Slots(MASKS)
 
+    def plan(self, context: Context, gamma: int) -> TreePlan | None:
+        """See ``TreeReader.plan``."""
+        room = self.model.max_context - len(context.tokens)
+        if room < 1:
+            return None
+        plan = self._slots.plan(context, min(gamma, room))
+        plan.tree.depth = min(plan.tree.depth, room)
+        return plan
+
     def begin(
         self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
     ) -> DraftTreeState | None:
         """See ``TreeReader.begin``."""
-        room = self.model.max_context - len(context.tokens)
-        if room < 1:
+        plan = self.plan(context, gamma)
+        if plan is None:
             return None
-        tree = self._slots.begin(context, name, sampler, min(gamma, room))
-        tree.candidates.depth = min(tree.candidates.depth, room)
+        tree = SlotTree.of(plan, context, name, sampler)
         tree.slot, tree.held = slot, held
         return tree
+
+    def learn(self, rule: Rule, places: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """See ``TreeReader.learn``."""
+        self._slots.learn(rule, places)
 
     def read(self, states: Sequence[DraftTreeState]) -> None:
         """See ``TreeReader.read``: afterwards the cache holds all committed tokens."""

@@ -16,14 +16,14 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.base import Context, Drafter, Rule
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, drafts_of
 from sakiyomi.drafters.head_model import over_vocabulary
-from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees
+from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees, TreePlan
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
 from sakiyomi.kernels.batch import SequenceRows
-from sakiyomi.model_executor.kernel_rounds import FedRows
+from sakiyomi.model_executor.kernel_rounds import NOTHING, FedRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
@@ -116,17 +116,27 @@ class TreeReader:
             slot: of the request in the model's cache.
             held: committed tokens whose keys and values are there; at least one is missing.
         """
-        depth, drawn = self.depth(context, gamma), is_drawn(context)
+        plan = self.plan(context, gamma)
+        if plan is None:
+            return None
+        drawn = is_drawn(context)
+        return self.state(context, sampler, name, plan.tree, plan.builder, plan.levels[0], drawn, slot, held)
+
+    def plan(self, context: Context, gamma: int) -> TreePlan | None:
+        """What a request's tree is to become, `gamma` levels wanted; None: the model's context ends here."""
+        worth = None if is_drawn(context) else context.worth
+        depth = min(gamma if worth is None else worth.depth, self.model.max_context - len(context.tokens))
         if depth < 1:
             return None
         confidence = self.confidence[context.rule]
-        candidates, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
-        return self.state(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
+        tree, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
+        return TreePlan(tree, builder, worth, (confidence,))
 
-    def depth(self, context: Context, gamma: int) -> int:
-        """Most levels of a request's tree, `gamma` wanted; not positive where the model's context ends."""
-        wanted = gamma if context.worth is None or is_drawn(context) else context.worth.depth
-        return min(wanted, self.model.max_context - len(context.tokens))
+    def learn(self, rule: Rule, places: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """Learn what the target chose at each place of a tree that it came to, see ``GrowingDrafter.learn``."""
+        learn = self.confidence[rule].learn
+        for rank, scores in places:
+            learn(scores, rank if rank >= 0 else None)
 
     def read(self, states: Sequence[DraftTreeState]) -> None:
         """Grow these trees until they are complete.
@@ -190,13 +200,66 @@ class TreeReader:
 class GrowingDrafter(Drafter):
     """Grows a tree for each request. Subclasses decide where trees begin and how they grow.
 
+    Where it is ``native``, rounds that the kernels run grow its trees by themselves (``engine/native_rounds.py``): they
+    ask it for a seat of each request, and tell it when the request leaves them.
+
     Attributes:
         levels: most levels of a tree; None: any number.
+        around: what the kernels run around its passes.
+        ahead: columns behind the text that a pass writes, beside those of candidates.
     """
 
     kind: DraftKind = "chain"
     runs_model = prefers_coupled = True
     levels: int | None = None
+    around = NOTHING
+    ahead = 0
+
+    @property
+    def native(self) -> bool:
+        """Whether the kernels may grow its trees from round to round."""
+        return False
+
+    def plan(self, context: Context, gamma: int) -> TreePlan | None:
+        """What a request's tree is to become, `gamma` levels wanted; None: nothing can be drafted."""
+        raise NotImplementedError
+
+    def seats(self, contexts: Sequence[Context], most: int) -> list[Any | None]:
+        """What it keeps of these requests, which lacks ``most`` tokens of their texts at most; None for requests for
+        which it proposes nothing in this round.
+        """
+        raise NotImplementedError
+
+    def tree(self, context: Context, seat: Any) -> DraftTreeState:
+        """A tree without a level behind a request's text."""
+        raise NotImplementedError
+
+    def place(self, context: Context) -> tuple[int | None, int]:
+        """A request's slot in the draft model's cache, and its tokens there; no slot where a tree's rows are needed."""
+        return None, 0
+
+    def rows(self, depth: int, missing: int) -> int:
+        """Rows of a pass that guesses so many tokens of a request, of whose text so many are missing."""
+        return missing
+
+    def follow(self, context: Context, seat: Any, held: int) -> None:
+        """The kernels have read so many of the request's tokens."""
+
+    def leave(self, context: Context, seat: Any, heard: Tensor) -> None:
+        """A request leaves the kernels.
+
+        Args:
+            context, seat: of the request.
+            heard: what it has heard there, see ``KernelRounds.heard_by``.
+        """
+
+    def learn(self, context: Context, places: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """Learn what the target chose at each place of a tree that it came to, see ``Committed``."""
+        raise NotImplementedError
+
+    def ran(self, passes: int, seconds: float, besides: float) -> None:
+        """So many passes of the kernels took so many seconds, and others outside of them."""
+        raise NotImplementedError
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
         """See ``kind_of``."""
@@ -255,6 +318,19 @@ class TreeDrafter(GrowingDrafter):
     def one_pass(self) -> bool:
         """See ``Drafter.one_pass``."""
         return self.reader.one_pass
+
+    def plan(self, context: Context, gamma: int) -> TreePlan | None:
+        """See ``GrowingDrafter``."""
+        return self.reader.plan(context, gamma)
+
+    def learn(self, context: Context, places: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """See ``GrowingDrafter``."""
+        self.reader.learn(context.rule, places)
+
+    def ran(self, passes: int, seconds: float, besides: float) -> None:
+        """See ``GrowingDrafter``."""
+        self.reader.passes += passes
+        self.reader.took(passes, besides)
 
     def _grow(self, states: Sequence[DraftTreeState]) -> None:
         self.reader.read(states)

@@ -1,8 +1,8 @@
 """Rounds that the compiled kernels run: draft, score, verify, commit. Python reads what was committed.
 
-Used where no Python callback runs between the passes. Drafts of a draft model grow there too, those of text drafters
-are found there, and those of others are given. All other requests, and all in a round with them, have the round of
-``Engine``, which gives the same.
+Used where no Python callback runs between the passes. Drafts of draft models and of heads grow there, too, those of
+text drafters are found there, merged ones are both, and those of others are given. All other requests, and all in a
+round with them, have the round of ``Engine``, which gives the same.
 `kernels/round.h` keeps a request from round to round. If something else happened to it in between, its length shows it.
 """
 
@@ -19,18 +19,19 @@ from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.core.errors import RemovedError
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft, Verdict
-from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.merged import MergedDrafter
-from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.native_texts import LONG, NativeTexts
-from sakiyomi.drafters.native_trees import TreeSize, seat_tree
+from sakiyomi.drafters.native_trees import TreeSize
 from sakiyomi.drafters.text_base import TextDrafter
-from sakiyomi.engine.native_turns import PassTables, Turn, judged, pack_draft, size_of, watched
+from sakiyomi.drafters.tree_reader import GrowingDrafter
+from sakiyomi.engine.native_seats import NativeSeats
+from sakiyomi.engine.native_turns import NONE, PassTables, Turn, judged, pack_draft, watched
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.native import numbers
 from sakiyomi.model_executor.features import PassOutput
-from sakiyomi.model_executor.kernel_rounds import Committed, Drafting, KernelRounds, Places
+from sakiyomi.model_executor.kernel_rounds import NOTHING, Committed, Drafting, KernelRounds, Places
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers import Rows
 
@@ -49,25 +50,44 @@ class NativeRounds:
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
         self._target, self._speculation = target, speculation
-        self._drafter = drafter if type(drafter) is ModelDrafter and drafter.native else None
-        self._given = drafter is not None and self._drafter is None  # drafts are given, or found in texts
-        self._looking = drafter if isinstance(drafter, TextDrafter | MergedDrafter) else None
-        self._texts: NativeTexts | None = None  # where the drafts of this round are found
+        self._drafter, self._looking = drafter, drafter if isinstance(drafter, TextDrafter | MergedDrafter) else None
         self._reads = drafter is not None and drafter.leading > 0  # the drafter is told what rows rank first
         self._wants_states = drafter is not None and drafter.hidden_states is not None
-        model = self._drafter.model if self._drafter is not None else None
-        self._rounds = KernelRounds(model, target, target.vocab_size, states=self._wants_states)
-        self._least = [1] * len(self._rounds.models)
+        self._names = [part.name for part in drafter.members or [drafter]] if drafter is not None else []
         self._turns: dict[int, Turn] = {}
-        self._generation = 0  # of the rounds that know the turns
         self._tables = PassTables()
         self._costs: tuple[Any, Any] = None, None  # of this round
+        self._texts: NativeTexts | None = None  # where the drafts of this round are found
+        self._made_for: Any = None
+        self._make()
+
+    def _make(self) -> None:
+        """Find out what the kernels do of a draft: as long as they are not there, nothing."""
+        drafter, target = self._drafter, self._target
+        self._made_for = target.backend
+        grower = drafter.grower if isinstance(drafter, MergedDrafter) else drafter
+        grower = grower if isinstance(grower, GrowingDrafter) and grower.native else None
+        self._given = drafter is not None and drafter is not grower  # drafts may be given, too
+        model, around = (grower.model, grower.around) if grower is not None else (None, NOTHING)
+        self._rounds = KernelRounds(model, target, target.vocab_size, around=around, leaving=self._leave_all)
+        self._seats = NativeSeats(grower, self._rounds) if grower is not None else None
+        self._least = [1] * len(self._rounds.models)
+        self._generation = 0  # of the rounds that know the turns
 
     def end(self, request: int) -> None:
         """The kernels no longer run a request's rounds: it is over, or has changed, or its next round is Python's."""
         turn = self._turns.pop(request, None)
-        if turn is not None and turn.number >= 0 and self._generation == self._rounds.generation:
-            self._rounds.kernels.sk_leave(self._rounds.number, turn.number)
+        if turn is not None and self._generation == self._rounds.generation:
+            try:
+                if self._seats is not None:
+                    self._seats.hand_back(turn)
+            finally:
+                self._rounds.kernels.sk_leave(self._rounds.number, turn.number)
+
+    def _leave_all(self) -> None:
+        """The kernels are going to lose all requests."""
+        for request in list(self._turns):
+            self.end(request)
 
     def run(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step] | None:
         """A round of these requests, whose drafts grow or are found in the kernels.
@@ -80,8 +100,15 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, drafts are Python's.
         """
+        if self._made_for is not self._target.backend:
+            self._leave_all()
+            self._make()
         self._texts = self._texts_of(requests)
-        return None if self._given and self._texts is None else self._run(requests, depths, None, clock)
+        if self._given and self._texts is None:
+            for request in requests if self._seats is not None else ():
+                self.end(request.id)  # its drafter is asked in Python
+            return None
+        return self._run(requests, depths, None, clock)
 
     def score(self, requests: Sequence[Request], drafted: DraftBatch, clock: RoundClock) -> list[Step] | None:
         """Score, verify and commit these drafts of Python.
@@ -108,14 +135,15 @@ class NativeRounds:
     def _round(
         self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
     ) -> list[Step] | None:
-        drafter, texts = self._drafter, self._texts
-        reads = self._looking if texts is not None else drafter
+        texts, grower = self._texts, self._seats.grower if self._seats is not None else None
+        reads = self._looking if texts is not None else grower
         before = reads.prefill_seconds if reads is not None else 0.0
         done: Drafting | None = None
         try:
             asked = self._begin(requests, depths, drafted.drafts if drafted is not None else None)
             if asked is not None:
-                done = self._rounds.run(len(requests), asked, *self._costs)
+                states = self._wants_states and any(self._turns[request.id].seat is None for request in requests)
+                done = self._rounds.run(len(requests), asked, *self._costs, states=states)
         except Exception as error:
             logger.debug("a round in the kernels failed: %r", error)
         catching_up = reads.prefill_seconds - before if reads is not None else 0.0
@@ -124,15 +152,15 @@ class NativeRounds:
                 request.stats.prefill_seconds += catching_up
                 self.end(request.id)
             return None
-        if done.passes and drafter is not None:
-            drafter.reader.passes += done.passes
-            drafter.reader.took(done.passes, done.besides)
+        if done.passes and grower is not None:
+            grower.ran(done.passes, done.seconds, done.besides)
         committed = self._rounds.committed(len(requests))
+        own = DraftBatch([], done.seconds, catching_up, done.passes, asked=done.passes > 0)
         if texts is not None and any(depths):
             texts.spent(done.besides + catching_up)
-            own = DraftBatch([], done.besides, catching_up, max(found.depth for found in committed), asked=True)
-        else:
-            own = DraftBatch([], done.seconds, catching_up, done.passes, asked=done.passes > 0)
+            if not done.passes:
+                passes = max(found.depth for found in committed)
+                own = DraftBatch([], done.besides, catching_up, passes, asked=True)
         clock.scored(requests, drafted or own)
         return self._take(requests, committed, drafted, clock)
 
@@ -151,12 +179,13 @@ class NativeRounds:
         Raises:
             MemoryLimitError: there is no room for it.
         """
-        target, rounds = self._target, self._rounds
+        target, rounds, seats = self._target, self._rounds, self._seats
         draft = rounds.models[0]  # the target itself, where there is none
 
         def places() -> Places:
             behind: list[tuple[int | None, int]] = [(requests[0].slot, len(requests[0].context.tokens) - 1)]
-            return behind if self._drafter is None else [self._drafter.place(requests[0].context), *behind]
+            one = seats is None or len(rounds.models) == 1
+            return behind if one or seats is None else [seats.grower.place(requests[0].context), *behind]
 
         able = type(target.eviction) is ManagedCache and rounds.ready(self._least, places)
         if self._generation != rounds.generation:
@@ -165,51 +194,41 @@ class NativeRounds:
         if not able:
             return None
         turns: list[Turn] = []
-        lacking: list[tuple[Context, Turn]] = []
-        for request, depth in zip(requests, depths, strict=True):
-            length = len(request.context.tokens)
+        for request in requests:
             turn = self._turns.get(request.context.id)
-            if turn is None or turn.length != length:
+            if turn is None or turn.length != len(request.context.tokens):
                 turn = self._enter(request)
                 if turn is None:
                     return None
             turns.append(turn)
-            if depth and (turn.seat is None or length - len(turn.seat.held) > LONG):
-                lacking.append((request.context, turn))
-        if lacking and self._drafter is not None:
-            self._seat(self._drafter, lacking)
+        if seats is not None and drafts is None:
+            seats.follow([turn for turn, depth in zip(turns, depths, strict=True) if depth])
         if drafts is not None and not self._give(requests, turns, drafts):
             return None
-        if self._texts is not None:
-            sizes = [
-                self._found(self._texts, *each, len(requests)) for each in zip(requests, turns, depths, strict=True)
-            ]
-        else:
-            sizes = [size_of(*each, self._drafter) for each in zip(requests, turns, depths, strict=True)]
-        missing = width = 0
-        for turn, size in zip(turns, sizes, strict=True):
-            if size.depth and turn.seat is not None:
-                missing, width = missing + turn.length - len(turn.seat.held), width + size.width
-        rows = len(requests) + sum([size.nodes for size in sizes])
-        wanted = [max(missing, width), rows][-len(rounds.models) :]
+        if drafts is None:
+            for turn, depth in zip(turns, depths, strict=True):
+                self._size(turn, depth, len(requests))
+        rows = len(requests) + sum([turn.size.nodes for turn in turns])
+        wanted = [seats.rows(turns) if seats is not None else 0, rows][-len(rounds.models) :]
         if not rounds.holds(wanted):  # a new object, which knows no request
             return self._begin(requests, depths, drafts) if rounds.ready(wanted, places) else None
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, moved)
-        self._costs = (self._texts.prices, None) if self._texts is not None else self._tables.of(sizes, self._drafter)
-        return b"".join([size.asked for size in sizes])
+        self._costs = self._tables.of([turn.size for turn in turns], seats.grower if seats is not None else None)
+        return b"".join([turn.size.asked(turn.number) for turn in turns])
 
     def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
         self.end(request.id)
-        case, context = judged(request, self._drafter, self._target), request.context
+        grower = self._seats.grower if self._seats is not None else None
+        case, context = judged(request, grower, self._target), request.context
         if not case or request.repeats:
             return None
         stops = struct.pack(f"={len(context.stop_ids)}q", *context.stop_ids)
         at = self._rounds.number, case, request.slot, len(context.tokens), request.last, context.tokens[-1]
         number = self._rounds.kernels.sk_enter(*at, len(context.stop_ids), stops)
-        turn = self._turns[request.id] = Turn(number, len(context.tokens))
+        turn = self._turns[request.id] = Turn(context, number, len(context.tokens))
         return turn
 
     def _texts_of(self, requests: Sequence[Request]) -> NativeTexts | None:
@@ -225,36 +244,28 @@ class NativeRounds:
                 return None
         return looking.texts
 
-    def _found(self, texts: NativeTexts, request: Request, turn: Turn, gamma: int, batch: int) -> TreeSize:
-        """How large a request's draft may become that is found in its text; its turn has it too."""
-        context = request.context
-        text = texts.read(context) if gamma else None
-        if text is None:
-            if turn.size.depth or not turn.size.asked:
-                turn.size = TreeSize.none(turn.number)
-            return turn.size
+    def _size(self, turn: Turn, gamma: int, batch: int) -> None:
+        """Decide how large a request's draft may become."""
+        context, seats = turn.context, self._seats
+        asks = seats is not None and (context.asks is None or self._texts is None or seats.grower.name in context.asks)
+        turn.size = seats.size(turn, gamma) if seats is not None and asks else NONE
+        text = self._texts.read(context) if gamma and self._texts is not None else None
+        if text is None or self._texts is None:
+            if self._texts is not None:  # a merged draft has nothing of the others
+                turn.size = NONE
+            return
         if turn.text is not text:
             tail = numbers(context.tokens[-LONG:])
             self._rounds.kernels.sk_look_up_in(self._rounds.number, turn.number, text.number, len(tail), tail)
             turn.text = text
-        turn.size = TreeSize.found(turn.number, texts.wanted(context, gamma, self._target.sizes[-1] // batch - 1))
-        return turn.size
-
-    def _seat(self, drafter: ModelDrafter, lacking: Sequence[tuple[Context, Turn]]) -> None:
-        """Have the draft model follow these requests, whose texts it has not read."""
-        for (context, turn), seat in zip(lacking, drafter.seats([each for each, _ in lacking]), strict=True):
-            turn.seat, turn.seat_room = seat, 0
-            if seat is not None:
-                state = drafter.tree(context, seat)
-                turn.stream = context.noise.fork(drafter.name) if state.drawn else None
-                seat_tree(self._rounds, turn.number, state)
+        wanted = self._texts.wanted(context, gamma, self._target.sizes[-1] // batch - 1)
+        turn.size = turn.size.finding(wanted)
 
     def _give(self, requests: Sequence[Request], turns: Sequence[Turn], drafts: Sequence[Draft]) -> bool:
         """Give the kernels the drafts of a round; False: they do not take one of them."""
         for request, turn, draft in zip(requests, turns, drafts, strict=True):
+            turn.size = TreeSize.none(len(draft.tree.tokens))
             if not draft.tree.tokens:  # none was left there: nothing to give
-                if turn.size.nodes or not turn.size.asked:
-                    turn.size = TreeSize.none(turn.number)
                 continue
             numbers: list[int] = []
             packed = pack_draft(request, draft, self._target.vocab_size, numbers)
@@ -262,7 +273,6 @@ class NativeRounds:
                 return False
             given = packed, struct.pack(f"={len(numbers)}q", *numbers)
             self._rounds.kernels.sk_draft(self._rounds.number, turn.number, *given)
-            turn.size = TreeSize.none(turn.number, len(draft.tree.tokens))
         return True
 
     # ------------------------------------------------------------ after the passes
@@ -272,14 +282,14 @@ class NativeRounds:
     ) -> list[Step]:
         """Take over what a round has committed."""
         steps, rows = [], 0
-        features = self._rounds.features(self._target.sizes[-1]) if self._wants_states else None
+        features = self._rounds.features(self._target.sizes[-1])
         drafts = drafted.drafts if drafted is not None else None
         ranked: PassOutput | None = None
         if self._reads and drafted is not None and drafted.asked:
             ranked = PassOutput(self._rounds.logits(), {}, self._target.sizes[-1])
         for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
             try:
-                if features is not None:
+                if features and self._turns[request.id].seat is None:
                     self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
                 if ranked is not None and drafts is not None:
                     self._speculation.give_ranks(request, drafts[i], ranked, rows)
@@ -303,7 +313,7 @@ class NativeRounds:
             found: as the kernels left it.
             draft: that was given, perhaps an empty one; None: it grew there.
         """
-        turn, drafter = self._turns[request.context.id], self._drafter
+        turn, seats = self._turns[request.context.id], self._seats
         request.cached += len(found.tokens)
         turn.length += len(found.tokens)
         request.context.noise.counter = found.stream % 2**64
@@ -314,18 +324,9 @@ class NativeRounds:
             rows = Rows(_NO_LOGITS, request.sampler, len(request.tokens))  # nobody reads them, see `judged`
             return request.commit(draft, verdict, rows)
         if self._texts is not None:
-            members = self._texts.members
-            return request.commit_round(found, [members[which].name for which, _ in found.places])
-        step = request.commit_round(found, [drafter.name] * len(found.path) if drafter is not None else ())
-        if found.places and drafter is not None:
-            seat = turn.seat
-            assert seat is not None
-            if turn.stream is not None:
-                turn.stream.counter = found.drawn % 2**64
-            seat.held += request.context.tokens[len(seat.held) : found.held]
-            seat.sure = len(seat.held)
-            if step.finish_reason is None:
-                learn = drafter.reader.confidence[request.context.rule].learn
-                for rank, scores in found.places:
-                    learn(scores, rank if rank >= 0 else None)
+            step = request.commit_round(found, [self._names[which] for which in found.members])
+        else:
+            step = request.commit_round(found, [seats.grower.name] * len(found.path) if seats is not None else ())
+        if seats is not None and turn.seat is not None and draft is None:
+            seats.took(turn, found, over=step.finish_reason is not None)
         return step

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS
-from sakiyomi.drafters.model import ModelDrafter, Seat
-from sakiyomi.drafters.native_texts import NativeText
+from sakiyomi.drafters.native_texts import NativeText, doubles
 from sakiyomi.drafters.native_trees import TreeSize, level_seconds
-from sakiyomi.drafters.tree_reader import begin_tree, is_drawn
+from sakiyomi.drafters.tree_reader import GrowingDrafter, TreeDrafter
 from sakiyomi.drafters.trees import BUILDERS
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.runner import ModelRunner
@@ -20,9 +19,7 @@ from sakiyomi.sampling.rng import Uniforms
 from sakiyomi.sampling.verifiers.native import Case, pack_case
 
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
-
-
-_UNKNOWN = TreeSize(-1, 0, 0, 0, None, None, b"")
+NONE = TreeSize.none()
 
 
 @dataclass(eq=False, slots=True)
@@ -30,21 +27,31 @@ class Turn:
     """A request in the kernels.
 
     Attributes:
-        number: its own there; -1: it is not there.
+        context: of the request.
+        number: its own there.
         length: tokens of its text there.
         size: of its last draft.
+        tree: of its last tree that has grown there.
         room, seat_room: columns that are reserved in the target's cache, and in the draft model's.
-        seat: in the draft model's cache; None: it drafts nothing yet.
+        seat: what the drafter whose trees grow there keeps of it; None: none has grown yet.
+        slot: of the seat in the draft model's cache, if it has one.
+        held: tokens that the draft model has read.
+        ahead: see ``GrowingDrafter``.
         stream: what candidates are drawn by; None: they are not drawn.
         text: in which its drafts are found; None: the kernels do not have it.
     """
 
-    number: int = -1
-    length: int = -1
-    size: TreeSize = _UNKNOWN
+    context: Context
+    number: int
+    length: int
+    size: TreeSize = NONE
+    tree: TreeSize = NONE
     room: int = 0
     seat_room: int = 0
-    seat: Seat | None = None
+    seat: Any = None
+    slot: int | None = None
+    held: int = 0
+    ahead: int = 0
     stream: Uniforms | None = None
     text: NativeText | None = None
 
@@ -58,27 +65,9 @@ class Turn:
             assert request.slot is not None
             self.room = self.length + self.size.nodes + AHEAD
             target.cache.reserve(request.slot, self.room)
-        if self.seat is not None and (moved or self.length + self.size.rows > self.seat_room):
-            self.seat_room = self.length + self.size.rows + AHEAD
-            draft.cache.reserve(self.seat.slot, self.seat_room)
-
-
-def size_of(request: Request, turn: Turn, gamma: int, drafter: ModelDrafter | None) -> TreeSize:
-    """How large a request's draft may become, of which so many levels are wanted; its turn has it too."""
-    context, depth = request.context, 0
-    if gamma and turn.seat is not None and drafter is not None:
-        depth = max(0, drafter.reader.depth(context, gamma))
-    if depth == turn.size.depth and (not depth or context.params.builder == "chain"):
-        return turn.size  # nothing of a chain changes but its depth
-    if not depth or drafter is None:
-        turn.size = TreeSize.none(turn.number)
-        return turn.size
-    confidence, worth = drafter.reader.confidence[context.rule], None if is_drawn(context) else context.worth
-    tree, builder = begin_tree(context, depth, context.nodes, lambda: confidence.ranks)
-    size = TreeSize.of(turn.number, tree, builder, worth, confidence)
-    assert size is not None, "see `judged`"
-    turn.size = size
-    return size
+        if self.slot is not None and (moved or self.length + self.size.rows + self.ahead > self.seat_room):
+            self.seat_room = self.length + self.size.rows + self.ahead + AHEAD
+            draft.cache.reserve(self.slot, self.seat_room)
 
 
 class PassTables:
@@ -88,17 +77,19 @@ class PassTables:
         self._known: tuple[Any, ...] = ()
         self._tables: tuple[Any, Any] = None, None
 
-    def of(self, sizes: Sequence[TreeSize], drafter: ModelDrafter | None) -> tuple[Any, Any]:
+    def of(self, sizes: Sequence[TreeSize], drafter: GrowingDrafter | None) -> tuple[Any, Any]:
         """Seconds of passes of the draft model by rows, and of the target by the nodes of all drafts."""
-        worths = [size.worth for size in sizes if size.worth is not None]
+        worths = [size.worth for size in sizes if size.worth is not None and size.depth]
         if not worths or drafter is None:
             return None, None
         costs, nodes, width = worths[0].costs, sum([s.nodes for s in sizes]), max([s.width for s in sizes])
-        known = costs.score, costs.batch, nodes, width, drafter.model.clock.version, drafter.reader.besides
+        levels = drafter if isinstance(drafter, TreeDrafter) else None  # else they all come in one pass
+        about = (levels.model.clock.version, levels.reader.besides) if levels is not None else ()
+        known = costs.score, costs.batch, nodes, width, *about
         if known != self._known:
+            level = level_seconds(levels.model, width, levels.reader.besides) if levels is not None else None
             scored = [costs.score(costs.batch + count) for count in range(nodes + 1)]
-            level = level_seconds(drafter.model, width, drafter.reader.besides)
-            self._known, self._tables = known, (level, (ctypes.c_double * len(scored))(*scored))
+            self._known, self._tables = known, (level, doubles(scored))
         return self._tables
 
 
@@ -116,7 +107,7 @@ def watched(request: Request) -> bool:
     return seen or request.context.source is not None
 
 
-def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) -> bytes:
+def judged(request: Request, drafter: GrowingDrafter | None, target: ModelRunner) -> bytes:
     """How a request's drafts are judged, as the kernels take it; nothing: by Python, or it is ``watched``, or its trees
     are on a device whose memory they do not reach.
     """
@@ -124,7 +115,8 @@ def judged(request: Request, drafter: ModelDrafter | None, target: ModelRunner) 
     if watched(request):
         return b""
     if drafter is not None:
-        keep = params.builder == "chain" or (target.backend.keeps and drafter.model.backend.keeps)
+        keeps = target.backend.keeps and (drafter.model is None or drafter.model.backend.keeps)
+        keep = params.builder == "chain" or keeps
         if not keep or BUILDERS[params.builder](params, lambda: RANKS).shape(1, 1) is None:
             return b""
     return pack_draft(request, Draft.empty(), target.vocab_size, [])

@@ -745,6 +745,22 @@ void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_
   }
 }
 
+// Writes the pairs of so many tokens from this column of a slot on: of each token those of all layers, of each layer the keys of all heads,
+// then the values.
+void sk_place(int64_t m, int64_t slot, int64_t column, int64_t count, const void* pairs) {
+  const Session& model = *(const Session*)m;
+  const char* from = (const char*)pairs;
+  for (int64_t i = 0; i < count; ++i)
+    for (const Layer& layer : model.layers) {
+      auto write = [&](char* store, int64_t dim) {
+        const int64_t bytes = dim * (layer.half ? 2 : 4);
+        for (int64_t head = 0; head < layer.heads; ++head, from += bytes)
+          std::memcpy(store + (layer.first_row(slot, head) + column + i) * bytes, from, bytes);
+      };
+      write(layer.keys, layer.key_dim), write(layer.values, layer.value_dim);
+    }
+}
+
 // What cross-attention of one layer reads; `lengths` are those of the source in every slot.
 void sk_source(int64_t m, int64_t index, void* keys, void* values, int64_t heads, const int64_t* starts, int64_t key_dim, int64_t value_dim,
                int half, const int32_t* lengths) {
@@ -835,7 +851,7 @@ void sk_rows(int64_t m, int64_t count, const void* table, int64_t size, int64_t*
     const int64_t done = s[3], all = done + s[1];
     depths.clear();
     for (int64_t i = 0; i < all; ++i) {
-      depths.push_back(parent[i] < 0 ? 0 : depths[parent[i]] + 1);
+      depths.push_back(parent[i] == -2 ? int32_t(i) : parent[i] < 0 ? 0 : depths[parent[i]] + 1);
       if (i >= done) *position++ = s[2] - done + depths[i];
     }
     parent += all;

@@ -20,11 +20,12 @@
 #include "torch.h"
 
 extern "C" void sk_rows(int64_t session, int64_t count, const void* table, int64_t size, int64_t* inputs);
+extern "C" void sk_begin(int64_t session, int64_t count, int64_t size, const int32_t* table);
 
 namespace {
 
 enum Rule : int64_t { greedy, coupled, drawn, listed };  // as drafters/native_trees.py numbers them
-enum Shape : int64_t { of_chain, best_first, by_probs, by_level, fixed_shape, of_text };  // likewise; see Shape in drafters/trees/base.py
+enum Shape : int64_t { of_chain, best_first, by_probs, by_level, fixed_shape };  // likewise; see Shape in drafters/trees/base.py
 
 // How large a tree may become, as drafters/native_trees.py packs it.
 struct Extent {
@@ -38,6 +39,8 @@ struct Extent {
   double floor, price, rate;  // see CandidateTree and TokenValue
   double followed;            // share of accepted nodes that have an accepted child
   double sharpness, coverage;  // see Confidence
+  const double* slots;         // of guesses that come in one pass: sharpness and coverage of each level; else null
+  int64_t breadth;             // of these a level lists so many at least
 };
 
 // Where a tree begins, and how its candidates are found; likewise.
@@ -55,6 +58,41 @@ struct Root {
 
 struct Ask : Extent, Root {};
 
+// Layers beside a model: each of their rows reads a row of the same place. As model_executor/row_layers.py packs them.
+struct Layers {
+  Program* program = nullptr;     // null: there are none
+  int64_t session = 0;            // on whose weights
+  char* given = nullptr;          // where they read
+  int64_t rows = 0, bytes = 0;    // most rows at once, bytes of each
+  int64_t width = 0;              // numbers of a row that they make
+
+  // What they make of so many rows, which may have tokens and positions, too.
+  Tensor run(const char* from, int64_t count, const int64_t* ids = nullptr, const int64_t* positions = nullptr) const {
+    check(count <= rows, "more rows than layers read at once");
+    static thread_local std::vector<int64_t> none;
+    none.resize(std::max<int64_t>(none.size(), count), 0);
+    check(!positions || program->reaches(positions, count), "positions behind the tables of layers");
+    std::memcpy(given, from, count * bytes);
+    sk_begin(session, 0, count, nullptr);
+    program->run(count, ids ? ids : none.data(), positions ? positions : none.data(), -1, nullptr, nullptr);
+    return program->logits();
+  }
+};
+
+// How a model guesses several tokens in a pass, at masks behind the text: as model_executor/kernel_rounds.py packs it.
+struct Masks {
+  int64_t token = -1;             // that stands for one to be guessed; -1: a pass guesses one
+  const char* feature = nullptr;  // of a mask, where rows read such
+  int64_t block = 0;              // of a block drafter: a pass reads the last token and masks, and keys and values of the text are made of the
+                                  // target's hidden states
+  int64_t rows = 0;               // of a block; 0: as few as are wanted
+  int64_t first = 0;              // row of a block's first guess
+  int64_t sees_all = 0;           // rows of a block see all of it, else those before them
+  Layers pairs;                   // make the text's keys and values
+  Layers bias;                    // of a guess by the token before it, from the slot's hidden state; none: guesses do not depend on it
+  int64_t rated = 0;              // it says, too, how likely the first guess is to be accepted
+};
+
 // Hidden states that a model's rows read beside their tokens, as those of an EAGLE head do: the target's for committed tokens, the model's own
 // for its candidates. As model_executor/kernel_rounds.py packs it.
 struct Fed {
@@ -62,6 +100,7 @@ struct Fed {
   int64_t rows = 0, bytes = 0;      // most rows of a pass, bytes of each
   int64_t state = 0;                // which of a pass's captured states are the features of its rows
   const int64_t* tokens = nullptr;  // the target's token for each that the model proposes; null: they are the same
+  Layers said;                      // make logits of a row's features; none: the pass gives them
 };
 
 // The candidates of one place.
@@ -92,7 +131,6 @@ struct Tree : Grown {
   std::vector<char> given;       // what the missing tokens read beside themselves, where they do
 
   bool begun() const { return levels > 0; }
-  int64_t row_count() const { return begun() ? unread.size() : missing.size(); }
 
   // The children of a place in a fixed shape; a place is the last committed token (-1) or a candidate.
   const int64_t* children(int64_t place) const { return ask.children + (place < 0 ? 0 : nodes[place]); }
@@ -102,7 +140,7 @@ struct Tree : Grown {
 
 // One row of logits as candidates, of a level that wants the `first` one of each alone or more; false where it holds no number to choose by.
 template <typename T>
-bool list(const Ask& ask, const T* row, int64_t n, int64_t siblings, bool first, int64_t level, float* table, bool later, Place& to) {
+bool candidates(const Ask& ask, const T* row, int64_t n, int64_t siblings, bool first, int64_t level, float* table, bool later, Place& to) {
   if (ask.rule == greedy && first) {
     later = later && ask.shape == of_chain && !ask.weighed;  // nothing is decided by its probability
     const int64_t found = later ? best<false>(row, n) : best(row, n);
@@ -149,6 +187,33 @@ bool list(const Ask& ask, const T* row, int64_t n, int64_t siblings, bool first,
   return true;
 }
 
+// Tokens that a model proposes, of the target's.
+struct Vocabulary {
+  int64_t own, width;                // how many it proposes, and V of the target
+  const int64_t* tokens = nullptr;   // the target's token for each; null: they are the same
+
+  // Numbers of a row that candidates are drawn from.
+  int64_t reach() const { return tokens ? width : std::min(own, width); }
+
+  // `candidates` of a row of the model's. The likeliest tokens are found there; whatever depends on the numbers of others is found over the target's,
+  // where those that the model does not propose are impossible.
+  template <typename T>
+  bool list(const Ask& ask, const T* row, int64_t siblings, bool first, int64_t level, float* table, bool later, Place& to) const {
+    if (tokens && ask.rule != greedy) {
+      static thread_local std::vector<T> wide;
+      wide.assign(width, std::is_same_v<T, bf16> ? T(narrow(-INFINITY)) : T(-INFINITY));
+      for (int64_t i = 0; i < own; ++i) wide[tokens[i]] = row[i];
+      return candidates(ask, wide.data(), width, siblings, first, level, table, false, to);
+    }
+    const int64_t n = std::min(own, width);
+    if (!candidates(ask, row, n, siblings, first, level, table, later, to)) return false;
+    if (tokens)
+      for (int64_t& token : to.tokens) token = tokens[token];
+    if (table) std::fill(table + n, table + width, 0.0f);
+    return true;
+  }
+};
+
 // Draws the candidates of a place, each from what the ones before it leave, as draw_distinct of sampling/rows.py; false where there are none.
 inline bool draw_all(Ask& ask, float* probs, int64_t n, int64_t siblings, Place& to) {
   const int64_t* support = to.supported < 0 ? nullptr : to.support.data();
@@ -166,23 +231,26 @@ inline bool draw_all(Ask& ask, float* probs, int64_t n, int64_t siblings, Place&
   return true;
 }
 
-// Adds the candidates of a place to a tree; those that are worth too little are left out.
-inline void offer(Tree& tree, Place&& place) {
-  const double above = place.candidate < 0 ? 1.0 : tree.values[place.candidate];
+// Chances of a place's candidates.
+inline std::vector<double> chances_of(const Tree& tree, const Place& place) {
+  if (place.tokens.size() == 1) return place.probs;
+  double total = 0;
+  const bool own = tree.ask.shape == by_probs;  // chances are the model's own probabilities, else what these were found to be worth
+  const double* slot = tree.ask.slots ? tree.ask.slots + 2 * (tree.levels - 1) : nullptr;
+  const double sharpness = own ? 1.0 : slot ? slot[0] : tree.ask.sharpness;
   std::vector<double> chances;
-  if (place.tokens.size() == 1) {
-    chances = place.probs;
-  } else {
-    double total = 0;
-    const bool own = tree.ask.shape == by_probs;  // chances are the model's own probabilities, else what these were found to be worth
-    const double sharpness = own ? 1.0 : tree.ask.sharpness;
-    for (double score : place.scores) total += chances.emplace_back(std::exp(sharpness * (score - place.scores[0])));
-    const double share = own ? std::accumulate(place.probs.begin(), place.probs.end(), 0.0) / total : 0;
-    total /= tree.ask.coverage;
-    for (double& chance : chances) chance = own ? chance * share : chance / total;
-  }
+  for (double score : place.scores) total += chances.emplace_back(std::exp(sharpness * (score - place.scores[0])));
+  const double share = own ? std::accumulate(place.probs.begin(), place.probs.end(), 0.0) / total : 0;
+  total /= slot ? slot[1] : tree.ask.coverage;
+  for (double& chance : chances) chance = own ? chance * share : chance / total;
+  return chances;
+}
+
+// Adds the first candidates of a place to a tree, so many at most; those that are worth too little are left out.
+inline void offer(Tree& tree, Place&& place, const std::vector<double>& chances, size_t most) {
+  const double above = place.candidate < 0 ? 1.0 : tree.values[place.candidate];
   place.start = tree.tokens.size(), place.offered = 0;
-  for (size_t rank = 0; rank < place.tokens.size(); ++rank) {
+  for (size_t rank = 0; rank < std::min(most, place.tokens.size()); ++rank) {
     const double value = above * chances[rank];
     if (value < tree.ask.floor) break;
     ++place.offered;
@@ -192,6 +260,11 @@ inline void offer(Tree& tree, Place&& place) {
     if (tree.ask.shape == fixed_shape) tree.nodes.push_back(tree.children(place.candidate)[0] + rank);
   }
   tree.places.push_back(std::move(place));
+}
+
+inline void offer(Tree& tree, Place&& place) {
+  const std::vector<double> chances = chances_of(tree, place);
+  offer(tree, std::move(place), chances, place.tokens.size());
 }
 
 // The candidates of largest value, best first, of equal ones the earlier first; as many as may become nodes at most.
@@ -205,7 +278,7 @@ inline std::vector<int64_t> best_of(const Tree& tree) {
   return order;
 }
 
-// Which candidates of the last level the model reads next.
+// Which candidates of the last level the model reads next; `seconds` of a level by its rows, null: it costs nothing.
 inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
   Ask& ask = tree.ask;
   std::vector<int64_t> next;
@@ -227,7 +300,7 @@ inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
   }
   const auto ends = [&](int64_t token) { return std::find(tree.stops.begin(), tree.stops.end(), token) != tree.stops.end(); };
   std::erase_if(next, [&](int64_t candidate) { return ends(tree.tokens[candidate]); });
-  if (ask.weighed && !next.empty()) {
+  if (ask.weighed && !next.empty() && seconds) {
     double gain = 0;
     for (int64_t candidate : next) gain += std::max(0.0, ask.followed * tree.values[candidate] - ask.price);
     if (!(gain > ask.rate * seconds[next.size()])) next.clear();
@@ -299,6 +372,17 @@ struct Forest {
   const double* seconds;          // of a level by its rows
   std::vector<Tree*> trees;
   Fed fed;
+  Masks masks;
+  bool sure = false;              // chances of all candidates are wanted while trees grow
+
+  Vocabulary vocabulary() const { return {model.vocab, width, fed.tokens}; }
+
+  // Rows of a tree in the next pass.
+  int64_t rows_of(const Tree& tree) const {
+    if (tree.begun()) return tree.unread.size();
+    if (!masks.block) return tree.missing.size() + (masks.token < 0 ? 0 : tree.ask.depth - 1);
+    return masks.rows ? masks.rows : masks.first + tree.ask.depth;
+  }
 
   // Describes the next pass, and fills its buffer; its size, 0 where all trees are complete.
   int64_t begin() {
@@ -307,14 +391,15 @@ struct Forest {
     for (const Tree* each : trees) {
       const Tree& tree = *each;
       const Ask& ask = tree.ask;
-      const int64_t rows = tree.row_count(), done = tree.rows.size();
+      const int64_t rows = rows_of(tree), done = tree.begun() ? tree.rows.size() : 0;
       if (!rows) continue;
-      const int64_t length = (tree.begun() ? ask.first + done : ask.held) - ask.lead;
+      const int64_t length = (tree.begun() ? ask.first + done : ask.first - (int64_t)tree.missing.size()) - ask.lead;
       table.insert(table.end(), {ask.slot, rows, length, done});
       if (fed.given) feed(tree, given);
       if (!tree.begun()) {
         ids.insert(ids.end(), tree.missing.begin(), tree.missing.end());
-        for (int64_t i = 0; i < rows; ++i) parents.push_back(i - 1);
+        ids.insert(ids.end(), rows - tree.missing.size(), masks.token);
+        for (int64_t i = 0; i < rows; ++i) parents.push_back(masks.sees_all ? -2 : i - 1);
         continue;
       }
       std::vector<int64_t> row_of(tree.tokens.size(), -1);
@@ -341,6 +426,7 @@ struct Forest {
   void feed(const Tree& tree, std::vector<char>& given) const {
     if (!tree.begun()) {
       given.insert(given.end(), tree.given.begin(), tree.given.end());
+      for (int64_t i = tree.missing.size(); i < rows_of(tree); ++i) given.insert(given.end(), masks.feature, masks.feature + fed.bytes);
       return;
     }
     for (int64_t candidate : tree.unread) {
@@ -353,26 +439,8 @@ struct Forest {
 
   // Keeps the features of a tree's rows of a pass, of which the first lies at `features`.
   void keep(Tree& tree, const char* features) const {
-    const int64_t rows = tree.row_count(), first = tree.begun() ? 0 : rows - 1;
+    const int64_t rows = rows_of(tree), first = tree.begun() ? 0 : rows - 1;
     tree.features.insert(tree.features.end(), features + first * fed.bytes, features + rows * fed.bytes);
-  }
-
-  // `list` of a row over the model's own vocabulary. The likeliest tokens are found there; whatever depends on the numbers of others is found
-  // over the target's, where those that the model does not propose are impossible.
-  template <typename T>
-  bool listed(const Ask& ask, const T* row, int64_t siblings, bool first, int64_t level, float* table, Place& to) const {
-    const int64_t n = std::min(model.vocab, width);
-    if (fed.tokens && ask.rule != greedy) {
-      static thread_local std::vector<T> wide;
-      wide.assign(width, std::is_same_v<T, bf16> ? T(narrow(-INFINITY)) : T(-INFINITY));
-      for (int64_t i = 0; i < model.vocab; ++i) wide[fed.tokens[i]] = row[i];
-      return list(ask, wide.data(), width, siblings, first, level, table, false, to);
-    }
-    if (!list(ask, row, n, siblings, first, level, table, kept, to)) return false;
-    if (fed.tokens)
-      for (int64_t& token : to.tokens) token = fed.tokens[token];
-    if (table) std::fill(table + n, table + width, 0.0f);
-    return true;
   }
 
   // A level more for every tree from the rows of the pass; as `begin`, or -1 where a row has no number to choose by. `features`: of these
@@ -391,7 +459,7 @@ struct Forest {
     const int64_t vocab = model.vocab;
     for (Tree* each : trees) {
       Tree& tree = *each;
-      const int64_t rows = tree.row_count();
+      const int64_t rows = rows_of(tree);
       if (!rows) continue;
       if (fed.given) keep(tree, features), features += rows * fed.bytes;
       auto table = [&](int64_t place) { return tree.ask.probs ? tree.ask.probs + place * width : nullptr; };
@@ -405,12 +473,14 @@ struct Forest {
       logits += rows * vocab;
       tree.level.clear(), tree.unread.clear(), ++tree.levels;
     }
-    const int64_t n = fed.tokens ? width : std::min(vocab, width);
+    const Vocabulary words = vocabulary();
+    const int64_t n = words.reach();
+    const bool later = kept && !sure;
     parallel_for(0, jobs.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         Job& job = jobs[i];
         const Tree& tree = *job.tree;
-        job.right = listed(tree.ask, job.row, tree.siblings(job.place.candidate), job.first, tree.levels - 1, job.table, job.place);
+        job.right = words.list(tree.ask, job.row, tree.siblings(job.place.candidate), job.first, tree.levels - 1, job.table, later, job.place);
       }
     });
     std::vector<size_t> begins;  // of the jobs of each tree that is drawn

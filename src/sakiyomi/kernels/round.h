@@ -1,7 +1,8 @@
 // Rounds of requests: draft, score, verify, commit. One object for each request holds its draft, the rows of its passes and what of them
-// stays in the caches; it is kept here from round to round. Drafts are trees that grow here (growth.h), are found in texts (texts.h), or are
-// given by Python. Passes of models that have a program (program.h) are run here, others by Python, for which they are described. Python
-// reads what was committed (verify.h decides that); where there is no target, Python reads the trees.
+// stays in the caches; it is kept here from round to round. Drafts are trees that grow here (growth.h, slots.h), are found in texts (texts.h),
+// are both, or are given by Python. Heads read hidden states of the target's passes, which stay here, too. Passes of models that have a program
+// (program.h) are run here, others by Python, for which they are described. Python reads what was committed (verify.h decides that); where
+// there is no target, Python reads the trees.
 
 #pragma once
 
@@ -12,10 +13,12 @@
 
 #include "growth.h"
 #include "program.h"
+#include "slots.h"
 #include "texts.h"
 #include "verify.h"
 
 extern "C" void sk_keep(int64_t session, int64_t slot, int64_t first, int64_t count, const int64_t* rows);
+extern "C" void sk_place(int64_t session, int64_t slot, int64_t column, int64_t count, const void* pairs);
 
 namespace {
 
@@ -25,22 +28,25 @@ struct Nodes {
   std::vector<int64_t> tokens, parents, draws;  // draws: node and row of `probs` of each (-1: a point mass)
   int64_t distinct = 0, depth = 0;
   const float* probs = nullptr;
+  Tokens members;              // of a draft that was found: who guessed each node first
+  std::vector<double> said;    // with which probability
 };
 
 // A request: the tree of its next draft, and how it is judged.
 struct Request : Tree {
   bool taken = false;
-  bool grows = false;     // its draft of this round grows here
+  bool grows = false, asks = false;  // its draft of this round grows here, is found in its text
+  bool seated = false;    // its trees may grow here
   Case judged{};          // its next verdict
   int64_t slot = -1;      // in the target's cache, which holds all of its tokens but the last
   int64_t last = 0;       // most tokens that it may have
   Nodes nodes;            // of this round
   ReadText* text = nullptr;  // in which drafts are found; it is Python's
-  bool asks = false;      // its draft of this round was found there
-  Tokens said_by;         // who guessed each of its nodes first
-  std::vector<double> said_chances;  // with which chance
+  Wanted wanted{};        // of these
   Tokens tail;            // the text's last tokens, those that nobody has read in it among them
   std::vector<float> drawn_from;  // by place: what candidates are drawn from
+  std::vector<char> heard;        // hidden states of committed tokens of which no features were made yet
+  std::vector<char> known;        // features of committed tokens since it was seated
 
   int64_t length() const { return ask.first; }
 };
@@ -48,7 +54,20 @@ struct Request : Tree {
 // What is asked of a request in a round, as drafters/native_trees.py packs it.
 struct Asked {
   int64_t number;
-  Extent extent;  // depth 0: nothing grows
+  Extent extent;  // of the tree that grows; depth 0: none
+  Wanted wanted;  // of what is found in its text; depth 0: nothing
+};
+
+// What a head reads of the target's passes, as model_executor/kernel_rounds.py packs it: these of the hidden states that are captured, so many
+// bytes of a row each.
+struct Heard {
+  std::vector<int64_t> which, bytes;
+  int64_t row = 0;        // bytes of a row of all of them; 0: there is no head
+  bool last = false;      // of the last committed token alone
+  Layers features;        // make what rows of the head's passes read; none: the states are read as they are
+  Layers slots;           // the head is one pass, and makes logits of so many slots
+  int64_t count = 0;      // of slots
+  Vocabulary words{};     // of their tokens
 };
 
 using Clock = std::chrono::steady_clock;
@@ -56,6 +75,7 @@ using Clock = std::chrono::steady_clock;
 inline double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
 
 constexpr size_t longest_tail = 256, kept_tail = 64;  // LONG in native_texts.py
+constexpr int64_t together = 64;  // so many tokens' hidden states wait at most, for features of all requests in one product
 enum Ended : int64_t { goes_on, by_stop, by_length };
 constexpr int64_t most_passes = 256;
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
@@ -71,31 +91,39 @@ struct Rounds {
   int64_t* ints;
   double* doubles;
   double* times;  // how many passes were run, seconds up to the last one's beginning; of each which it was, and its seconds
+  Heard hears{};
   std::vector<Request> requests;
   std::vector<Request*> round;
   const double* scored = nullptr;  // seconds of the target's pass by the nodes of all drafts, where these are weighed
   bool drafting = false, asking = false;  // of a draft model, of texts
+  double spent = 0;                       // seconds inside drafts' passes
+  const void* const* states = nullptr;    // of the target's pass, if Python ran it
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
   std::vector<Tensor> held;         // those of passes that were run here
   const Program* scorer = nullptr;  // ran the target's pass, if that was run here
   Clock::time_point began;
 
-  // The next pass, as Python reads it.
+  // The next pass, as Python reads it. Further ones: of a head that is no model, and of layers around passes.
+  static constexpr int64_t of_head = 0, of_layers = -1;
   static int64_t of_draft(int64_t size) { return 2 * size; }
   static int64_t of_target(int64_t size) { return 2 * size + 1; }
 
   int64_t begin(int64_t count, const Asked* asked, const double* level) {
     round.clear(), held.clear(), scorer = nullptr, passes.clear(), forest.trees.clear();
-    times[0] = times[1] = 0, began = Clock::now(), asking = false;
+    times[0] = times[1] = spent = 0, began = Clock::now(), asking = forest.sure = false;
     for (int64_t i = 0; i < count; ++i) {
       Request& own = requests[asked[i].number];
       round.push_back(&own);
-      own.asks = asked[i].extent.depth && asked[i].extent.shape == of_text;
-      own.grows = asked[i].extent.depth && !own.asks;
+      own.wanted = asked[i].wanted, own.asks = own.wanted.depth;
       asking |= own.asks;
-      if (own.asks) look_up(own, asked[i].extent, level);
+      if (own.asks) look_up(own);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      Request& own = *round[i];
+      own.grows = asked[i].extent.depth && (!own.asks || own.text->pays(own.wanted));
       if (!own.grows) continue;
+      forest.sure |= own.asks;
       (Grown&)own = {}, own.nodes = {}, (Extent&)own.ask = asked[i].extent;
       if (target.session && own.ask.rule == drawn) {
         const size_t most = (own.ask.rows + 1) * target.vocab;
@@ -104,27 +132,127 @@ struct Rounds {
       }
       forest.trees.push_back(&own);
     }
-    forest.seconds = level, drafting = !forest.trees.empty();
+    forest.seconds = level;
+    if (hears.features.program || forest.masks.block) make_features();
+    if (hears.count && !forest.trees.empty()) return guess();
+    drafting = !forest.trees.empty();
     return drafting ? after(forest.begin()) : score();
   }
 
-  // A draft from what followed the same tokens before.
-  void look_up(Request& own, const Extent& extent, const double* seconds) {
+  // What its text says about what follows.
+  void look_up(Request& own) {
     ReadText& text = *own.text;
     const int64_t missing = own.length() - text.seen;
     check(missing >= 0 && missing <= (int64_t)own.tail.size(), "a text that nobody has read");
     text.read(own.tail.data() + own.tail.size() - missing, missing);
     text.seen += missing;
-    TextDraft draft = text.propose({extent.depth, extent.nodes, extent.width, extent.weighed, extent.siblings, extent.rate, seconds}, own.stops);
+    text.guess(own.wanted, own.stops);
+  }
+
+  // Its draft of all that was found and has grown.
+  void merge(Request& own) {
+    const bool drawn_here = own.grows && own.nodes.probs;
+    if (own.grows) {
+      const Nodes& grown = own.nodes;
+      // Siblings that were drawn without replacement are not independent draws of one row: as chosen nodes they are lossless in any tree.
+      bool chain = true;
+      for (size_t i = 0; i < grown.parents.size(); ++i) chain = chain && grown.parents[i] == int64_t(i) - 1;
+      Proposal said{int64_t(own.text->readers.size()), {grown.tokens, grown.parents, {}}, {}, {}};
+      for (size_t i = 0; i < grown.candidates.size(); ++i) {
+        said.guesses.chances.push_back(own.chances[grown.candidates[i]]), said.probs.push_back(own.probs[grown.candidates[i]]);
+        said.rows.push_back(chain ? grown.draws[2 * i + 1] : -1);
+      }
+      own.text->add(std::move(said));
+    }
+    TextDraft draft = own.text->merged(own.wanted);
+    const float* const probs = own.nodes.probs;
     Nodes& to = own.nodes = {};
-    own.said_by.assign(draft.tokens.size(), -1), own.said_chances.resize(draft.tokens.size());
     if (std::any_of(draft.tokens.begin(), draft.tokens.end(), [&](int64_t token) { return token < 0 || token >= target.vocab; })) return;
+    to.members.assign(draft.tokens.size(), -1), to.said.resize(draft.tokens.size());
     for (size_t i = 0; i < draft.draws.size(); ++i) {
       const int64_t node = draft.draws[i];
-      to.draws.insert(to.draws.end(), {node, -1});
-      if (own.said_by[node] < 0) own.said_by[node] = draft.members[i], own.said_chances[node] = draft.chances[i];
+      to.draws.insert(to.draws.end(), {node, draft.rows[i]});
+      if (to.members[node] < 0) to.members[node] = draft.members[i], to.said[node] = draft.probs[i];
     }
     to.tokens = std::move(draft.tokens), to.parents = std::move(draft.parents), to.depth = depth_of(to.parents);
+    to.probs = drawn_here ? probs : nullptr;
+  }
+
+  // ---------------------------------------------------------------- hidden states
+
+  // Keeps the hidden states of committed tokens, by their rows in the target's pass.
+  void hear(Request& own, int64_t first, const std::vector<int64_t>& rows) {
+    if (hears.last) own.heard.clear();
+    for (size_t r = hears.last ? rows.size() - 1 : 0; r < rows.size(); ++r)
+      for (size_t i = 0; i < hears.which.size(); ++i) {
+        const char* from = (const char*)(scorer ? scorer->state(hears.which[i]) : states[hears.which[i]]) + (first + rows[r]) * hears.bytes[i];
+        own.heard.insert(own.heard.end(), from, from + hears.bytes[i]);
+      }
+  }
+
+  // Makes features of what these requests have heard, or keys and values, in as few products as they fit in.
+  void make_features(const std::vector<Request*>& those) {
+    const Layers& layers = forest.masks.block ? forest.masks.pairs : hears.features;
+    std::vector<char> heard, made;
+    std::vector<int64_t> columns;
+    for (const Request* own : those) {
+      heard.insert(heard.end(), own->heard.begin(), own->heard.end());
+      const int64_t rows = own->heard.size() / hears.row;
+      for (int64_t i = 0; i < rows; ++i) columns.push_back(own->length() - 1 - own->ask.lead - rows + i);
+    }
+    int64_t bytes = 0;  // of a row that they make
+    for (size_t at = 0; at < columns.size();) {
+      const int64_t rows = std::min<int64_t>(columns.size() - at, layers.rows);
+      const Tensor found = layers.run(heard.data() + at * hears.row, rows, nullptr, forest.masks.block ? columns.data() + at : nullptr);
+      bytes = found.numel() / rows * found.element_size();
+      made.insert(made.end(), (const char*)found.data(), (const char*)found.data() + rows * bytes);
+      at += rows;
+    }
+    const char* from = made.data();
+    const int64_t* column = columns.data();
+    for (Request* own : those) {
+      const int64_t rows = own->heard.size() / hears.row;
+      if (forest.masks.block) sk_place(forest.model.session, own->ask.slot, rows ? *column : 0, rows, from);
+      else own->given.insert(own->given.end(), from, from + rows * bytes), own->known.insert(own->known.end(), from, from + rows * bytes);
+      own->heard.clear(), from += rows * bytes, column += rows;
+    }
+  }
+
+  // Of requests whose trees grow, and of those that have heard much.
+  void make_features() {
+    std::vector<Request*> those;
+    for (Request* own : round)
+      if (own->seated && !own->heard.empty() && (own->grows || (int64_t)own->heard.size() >= together * hears.row)) those.push_back(own);
+    const auto start = Clock::now();
+    make_features(those);
+    if (!those.empty()) took(of_layers, seconds_since(start));
+  }
+
+  // The trees of a head that is one pass.
+  int64_t guess() {
+    std::vector<char> heard;
+    for (const Tree* tree : forest.trees) {
+      const Request& own = *(const Request*)tree;
+      check((int64_t)own.heard.size() == hears.row, "a request that has no hidden state");
+      heard.insert(heard.end(), own.heard.begin(), own.heard.end());
+    }
+    const int64_t each = hears.count * hears.words.own, all = forest.trees.size(), most = hears.slots.rows;
+    std::vector<char> right(all);
+    for (int64_t first = 0; first < all; first += most) {
+      const int64_t rows = std::min(most, all - first);
+      const auto start = Clock::now();
+      held.push_back(hears.slots.run(heard.data() + first * hears.row, rows));
+      took(of_head, seconds_since(start));
+      const Tensor& logits = held.back();
+      parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          Tree& tree = *forest.trees[first + i];
+          right[first + i] = target.half ? grow_slots(tree, (const bf16*)logits.data() + i * each, hears.words)
+                                         : grow_slots(tree, (const float*)logits.data() + i * each, hears.words);
+        }
+      });
+    }
+    return std::find(right.begin(), right.end(), 0) == right.end() ? score() : none_left;
   }
 
   static int64_t depth_of(const Tokens& parents) {
@@ -147,19 +275,43 @@ struct Rounds {
       Program* program = model.programs[which];
       if (!program || !program->reaches(ids + size, size)) return code;
       const auto start = Clock::now();
+      const void* logits = nullptr;
       program->run(size, ids, ids + size, -1, nullptr, nullptr);
-      held.push_back(program->logits());
+      const void* const features = !scoring && reads_features() ? program->state(forest.fed.state) : nullptr;
+      held.push_back(program->logits());  // they may be the features themselves
       if (scoring) scorer = program;
+      else if (const void* said = say(features, size)) logits = said;
       took(code, seconds_since(start));
-      code = take(held.back().data(), !scoring && forest.fed.given ? program->state(forest.fed.state) : nullptr);
+      code = take(logits ? logits : held.back().data(), features);
     }
     return code;
+  }
+
+  bool reads_features() const { return forest.fed.given || forest.fed.said.program || forest.masks.bias.program; }
+
+  // Logits of the rows of a draft model's pass whose features others make them of; null: the pass gives them.
+  const void* say(const void* features, int64_t size) {
+    if (!forest.fed.said.program) return nullptr;
+    held.push_back(forest.fed.said.run((const char*)features, size));
+    return held.back().data();
+  }
+
+  // Goes on from a pass that Python ran: its logits, and its hidden states in the order in which they are captured, where they are wanted.
+  int64_t given(int64_t code, const void* logits, const void* const* all, double seconds) {
+    const auto start = Clock::now();
+    states = code % 2 ? all : nullptr;
+    const void* const features = code % 2 || !reads_features() ? nullptr : all[forest.fed.state];
+    if (!(code % 2))
+      if (const void* said = say(features, code / 2)) logits = said;
+    took(code, seconds + seconds_since(start));
+    return run(take(logits, features));
   }
 
   void took(int64_t code, double seconds) {
     const int64_t count = int64_t(times[0]++);
     check(count < most_passes, "a round of too many passes");
     times[2 + 2 * count] = double(code), times[3 + 2 * count] = seconds;
+    if (code == of_layers || !(code % 2)) spent += seconds;
   }
 
   int64_t take(const void* logits, const void* features) {
@@ -170,8 +322,60 @@ struct Rounds {
     }
     passes.push_back(logits);
     const char* const own = (const char*)features;
-    check(own || !forest.fed.given, "a pass that gives no features");
+    check(own || !reads_features(), "a pass that gives no features");
+    if (forest.masks.token >= 0) return forest.model.half ? fill((const bf16*)logits, own) : fill((const float*)logits, own);
     return after(forest.model.half ? forest.grow((const bf16*)logits, own) : forest.grow((const float*)logits, own));
+  }
+
+  // All levels of the trees of a model that guesses at masks. `features`: of the pass's rows, where guesses are corrected by them.
+  template <typename T>
+  int64_t fill(const T* logits, const char* features) {
+    const Masks& masks = forest.masks;
+    const Vocabulary words = forest.vocabulary();
+    double correcting = 0;
+    for (Tree* tree : forest.trees) {
+      const int64_t rows = forest.rows_of(*tree), first = masks.block ? masks.first : rows - tree->ask.depth;
+      const T* const own = logits + first * words.own;
+      bool right;
+      if (!masks.bias.program) {
+        right = grow_slots(*tree, own, words);
+      } else {
+        const int64_t width = masks.bias.bytes;
+        const char* const hidden = features + first * width;
+        right = Slots<T>{own, words, {}}.grow(*tree, [&](int64_t slot, const Tokens& places, const T* row, std::vector<T>& to, std::vector<double>& sure) {
+          const auto start = Clock::now();
+          correct(*tree, hidden + slot * width, places, row, to, sure);
+          correcting += seconds_since(start);
+        });
+      }
+      if (!right) return none_left;
+      logits += rows * words.own;
+      if (features) features += rows * masks.bias.bytes;
+    }
+    if (masks.bias.program) took(of_layers, correcting);
+    return target.session ? score() : 0;
+  }
+
+  // The logits of a slot behind these places, by the tokens there.
+  template <typename T>
+  void correct(const Tree& tree, const char* hidden, const Tokens& places, const T* row, std::vector<T>& to, std::vector<double>& sure) {
+    const Masks& masks = forest.masks;
+    const int64_t count = places.size(), own = forest.model.vocab;
+    std::vector<char> given;
+    Tokens before;
+    for (int64_t place : places) {
+      given.insert(given.end(), hidden, hidden + masks.bias.bytes);
+      before.push_back(place < 0 ? tree.missing.back() : tree.tokens[place]);
+    }
+    const Tensor found = masks.bias.run(given.data(), count, before.data());
+    const T* from = (const T*)found.data();
+    to.resize(count * own), sure.clear();
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t j = 0; j < own; j += 16) {
+        const int64_t n = std::min<int64_t>(16, own - j);
+        put(to.data() + i * own + j, first16(row + j, n) + first16(from + i * own + j, n), n);
+      }
+    if (masks.rated) sure.assign((const float*)masks.bias.program->state(0), (const float*)masks.bias.program->state(0) + count);
   }
 
   // Nodes of the complete trees.
@@ -202,6 +406,12 @@ struct Rounds {
   int64_t score() {
     drafting = false;
     choose();
+    Shared* shared = nullptr;
+    for (Request* own : round)
+      if (own->asks && own->grows) shared = own->text->shared.get();
+    if (shared) shared->spent(spent);
+    for (Request* own : round)
+      if (own->asks) merge(*own);
     table.clear();
     int64_t rows = 0;
     for (const Request* own : round) {
@@ -239,6 +449,7 @@ struct Rounds {
     const auto verdicts = judge(cases.size(), cases.data(), numbers.data(), logits, target.vocab);
     for (const Verdict& verdict : verdicts)
       if (!verdict.decided) return none_left;
+    if (hears.row && !scorer && !states && std::any_of(round.begin(), round.end(), [](const Request* own) { return own->seated; })) return none_left;
     const auto recycles = [](const Request* own) { return own->text && own->text->recycled; };
     if (asking && std::any_of(round.begin(), round.end(), recycles)) {
       const auto rows = ranked_rows(logits, row, target.vocab);
@@ -248,7 +459,7 @@ struct Rounds {
     }
     int64_t* to = ints + 2;
     double* real = doubles;
-    for (size_t i = 0; i < round.size(); ++i) write(*round[i], verdicts[i], to, real);
+    for (size_t i = 0; i < round.size(); ++i) write(*round[i], cases[i].row, verdicts[i], to, real);
     ints[0] = to - ints, ints[1] = real - doubles;
     return 0;
   }
@@ -273,11 +484,17 @@ struct Rounds {
     return tree.probs[candidate];
   }
 
-  // The draft model's rows of the accepted path, as far as it was read.
-  static std::vector<int64_t> read_of(const Request& own, const std::vector<int64_t>& path) {
+  // The draft model's rows of the accepted tokens, as far as it has read them. Those of a head are read again, with the target's features.
+  std::vector<int64_t> read_of(const Request& own, const std::vector<int64_t>& tokens) const {
     std::vector<int64_t> read;
-    for (int64_t node : path) {
-      const auto found = std::find(own.rows.begin(), own.rows.end(), own.nodes.candidates[node]);
+    int64_t candidate = -1;
+    for (size_t i = 0; i + 1 < tokens.size() && !forest.fed.given && forest.masks.token < 0; ++i) {
+      const auto place = std::find_if(own.places.begin(), own.places.end(), [&](const Place& p) { return p.candidate == candidate; });
+      if (place == own.places.end()) break;
+      const int64_t rank = std::find(place->tokens.begin(), place->tokens.end(), tokens[i]) - place->tokens.begin();
+      if (rank >= place->offered) break;
+      candidate = place->start + rank;
+      const auto found = std::find(own.rows.begin(), own.rows.end(), candidate);
       if (found == own.rows.end()) break;
       read.push_back(found - own.rows.begin());
     }
@@ -303,9 +520,9 @@ struct Rounds {
 
   // Commits one verdict, and writes for Python (see `Committed` in kernel_rounds.py), as whole numbers: how many tokens count, why the text
   // ends there, number of nodes, their depth, numbers of accepted and of refused nodes, the ending, tokens that the draft model has read, both
-  // streams; the tokens, the accepted and the refused nodes; what `tell` writes. As others: the tokens' chances, the draft's of the path, and
-  // what `tell` writes. Of a draft that was found in texts, who guessed each node of the path, as the rank of a place.
-  void write(Request& own, const Verdict& found, int64_t*& to, double*& real) {
+  // streams, for how many accepted nodes it is said who guessed them; the tokens, the accepted and the refused nodes, these guessers, what
+  // `tell` writes. As others: the tokens' chances, the draft's of the path, and what `tell` writes.
+  void write(Request& own, int64_t row, const Verdict& found, int64_t*& to, double*& real) {
     const Nodes& nodes = own.nodes;
     const int64_t accepted = found.path.size();
     std::vector<int64_t> tokens, rows{0};
@@ -318,32 +535,37 @@ struct Rounds {
     const Ended ended = stopped ? by_stop : (int64_t)tokens.size() >= room ? by_length : goes_on;
     own.judged.stream = found.stream;
     keep(target, own.slot, own.length() - 1, rows);
-    if (own.grows) {
+    if (forest.masks.block || !forest.model.session) {
+      own.missing.assign(1, tokens.back());
+      if (own.seated && forest.masks.block) own.ask.held = own.length() + tokens.size();
+    } else if (own.grows) {
       // All missing tokens were read, and nodes of the path but its end.
-      const std::vector<int64_t> read = read_of(own, found.path);
-      keep(forest.model, own.ask.slot, own.ask.first, read);
+      const std::vector<int64_t> read = read_of(own, tokens);
+      keep(forest.model, own.ask.slot, own.ask.first - own.ask.lead, read);
       own.ask.held = own.ask.first + read.size();
-      own.missing.assign(tokens.begin() + read.size(), tokens.end());
-    } else if (own.ask.slot >= 0) {
+      own.missing.assign(tokens.begin() + read.size(), tokens.end()), own.given.clear();
+    } else if (own.seated) {
       own.missing.insert(own.missing.end(), tokens.begin(), tokens.end());
     } else {
       own.missing.assign(1, tokens.back());
     }
+    if (own.seated && hears.row) hear(own, row, rows);
     own.ask.first += tokens.size();
     if (own.text) {
       own.tail.insert(own.tail.end(), tokens.begin(), tokens.end());
       if (own.tail.size() > longest_tail) own.tail.erase(own.tail.begin(), own.tail.end() - kept_tail);
     }
+    const bool found_there = own.asks && accepted;
     for (int64_t x : {used, int64_t(ended), int64_t(nodes.tokens.size()), nodes.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
-                      own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream)})
+                      own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream), found_there ? accepted : 0})
       *to++ = x;
     to = std::copy(tokens.begin(), tokens.end(), to);
     for (const auto* part : {&found.path, &found.refused}) to = std::copy(part->begin(), part->end(), to);
+    for (int64_t i = 0; found_there && i < accepted; ++i) *to++ = nodes.members[found.path[i]];
     real = std::copy(found.chances.begin(), found.chances.end(), real);
-    for (int64_t node : found.path) *real++ = own.grows ? prob_of(own, nodes.candidates[node]) : own.asks ? own.said_chances[node] : 0;
+    for (int64_t node : found.path) *real++ = own.asks ? nodes.said[node] : own.grows ? prob_of(own, nodes.candidates[node]) : 0;
     if (own.grows) tell(own, tokens, to, real);
-    else *to++ = own.asks ? accepted : 0;
-    for (int64_t i = 0; own.asks && i < accepted; ++i) *to++ = own.said_by[found.path[i]], *to++ = 1;
+    else *to++ = 0;
     own.nodes = {};
   }
 };
@@ -365,8 +587,21 @@ int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* in
   return (int64_t) new Rounds{target, {model(of_draft), target.vocab, target.session != 0, nullptr, {}, {}}, ints, doubles, times};
 }
 
+// What a head reads of the target's passes: numbers of captured states and bytes of a row of each, whether the last one's alone, what makes
+// features of them, and how many slots it has where it is no model, what makes their logits, how many tokens it knows, and the target's for each.
+void sk_hears(int64_t rounds, int64_t count, const int64_t* which, int last, const void* features, int64_t slots, const void* layers, int64_t own,
+              const int64_t* tokens) {
+  Rounds& to = *(Rounds*)rounds;
+  to.hears = {{which, which + count}, {which + count, which + 2 * count}, 0,     last != 0, *(const Layers*)features,
+              *(const Layers*)layers, slots,                             {own, to.target.vocab, tokens}};
+  for (int64_t bytes : to.hears.bytes) to.hears.row += bytes;
+}
+
 // The rows of the draft model's passes read hidden states.
 void sk_fed(int64_t rounds, const void* fed) { ((Rounds*)rounds)->forest.fed = *(const Fed*)fed; }
+
+// Its passes guess several tokens.
+void sk_masks(int64_t rounds, const void* masks) { ((Rounds*)rounds)->forest.masks = *(const Masks*)masks; }
 
 void sk_free_rounds(int64_t rounds) { delete (Rounds*)rounds; }
 
@@ -378,7 +613,7 @@ int64_t sk_enter(int64_t rounds, const void* judged, int64_t slot, int64_t lengt
   while (number < all.size() && all[number].taken) ++number;
   if (number == all.size()) all.emplace_back();
   Request& own = all[number];
-  own.taken = true, own.text = nullptr, own.nodes = {}, own.ask = {}, own.ask.slot = -1, own.ask.first = length;
+  own.taken = true, own.seated = false, own.text = nullptr, own.nodes = {}, own.ask = {}, own.ask.slot = -1, own.ask.first = length;
   own.judged = *(const Case*)judged, own.slot = slot, own.last = last;
   own.stops.assign((const int64_t*)stops, (const int64_t*)stops + count);
   own.missing.assign(1, token);
@@ -394,7 +629,26 @@ void sk_seat(int64_t rounds, int64_t number, const void* root, int64_t missing, 
   const int64_t *from = (const int64_t*)tokens, *ends = from + missing;
   (Root&)own.ask = *(const Root*)root;
   own.missing.assign(from, ends), own.stops.assign(ends, ends + stops);
+  own.seated = true, own.heard.clear(), own.known.clear(), own.given.clear();
   if (given) own.given.assign((const char*)given, (const char*)given + missing * ((Rounds*)rounds)->forest.fed.bytes);
+}
+
+// As sk_seat, for a head that is one pass: the hidden state of the last token that the target has read.
+void sk_hear(int64_t rounds, int64_t number, const void* state) {
+  Rounds& all = *(Rounds*)rounds;
+  all.requests[number].heard.assign((const char*)state, (const char*)state + all.hears.row);
+}
+
+// What a request has heard since it was seated, which Python copies: bytes, and where they lie. Features, where some are made of it.
+int64_t sk_heard(int64_t rounds, int64_t number, const void** data) try {
+  Rounds& all = *(Rounds*)rounds;
+  Request& own = all.requests[number];
+  if (all.hears.features.program) all.make_features({&own});
+  const auto& found = all.hears.features.program ? own.known : own.heard;
+  *data = found.data();
+  return found.size();
+} catch (const std::exception&) {
+  return -1;
 }
 
 // The draft of its next round, which did not grow here, as `sk_verify` takes it.
@@ -420,7 +674,7 @@ void sk_states(int64_t rounds, void* const* to) { ((Rounds*)rounds)->scorer->sta
 
 void sk_leave(int64_t rounds, int64_t number) {
   Request& own = ((Rounds*)rounds)->requests[number];
-  own.taken = false, own.text = nullptr;
+  own.taken = own.seated = false, own.text = nullptr;
 }
 
 // One tree, as drafters/native_trees.py reads it: how many whole numbers, and how many others, which lie at `ints` and `doubles`.
@@ -452,11 +706,9 @@ int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double*
   return none_left;
 }
 
-// Goes on from a pass's logits, and its rows' features where the next ones read them; it took so long. As sk_round.
-int64_t sk_pass(int64_t rounds, int64_t code, const void* logits, const void* features, double seconds) try {
-  Rounds& own = *(Rounds*)rounds;
-  own.took(code, seconds);
-  return own.run(own.take(logits, features));
+// Goes on from a pass's logits, and from its hidden states where something reads them; it took so long. As sk_round.
+int64_t sk_pass(int64_t rounds, int64_t code, const void* logits, const void* const* states, double seconds) try {
+  return ((Rounds*)rounds)->given(code, logits, states, seconds);
 } catch (const std::exception&) {
   return none_left;
 }

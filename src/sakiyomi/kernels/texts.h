@@ -27,27 +27,46 @@ class Claims {
   }
 };
 
-// A draft of point masses. Several readers may have guessed the same node: each is a draw of it.
+// What the members of a merged drafter share: how right each is where it claims so much, and what asking the one that runs a model brings.
+struct Shared {
+  std::vector<Claims> claims;
+  double expected = 0, seconds = 0;  // accepted tokens, and what its passes take
+  bool told = false;                 // `expected` is known
+
+  explicit Shared(int64_t members) : claims(members) {}
+
+  void spent(double took) {
+    if (took <= 0) return;
+    seconds = !seconds || took < seconds / 2 ? took : seconds + 0.1 * (std::min(took, 2 * seconds) - seconds);  // see running_mean
+  }
+};
+
+// What one member proposes: of each node the chance that is claimed, the probability that is told, and the row that it was drawn from (-1: a
+// point mass).
+struct Proposal {
+  int64_t member;
+  Guesses guesses;
+  std::vector<double> probs;
+  Tokens rows;
+};
+
+// A draft. Several members may have guessed the same node: each is a draw of it.
 struct TextDraft {
   Tokens tokens, parents;
-  Tokens draws, members;  // node of each draw, and who guessed it
-  std::vector<double> chances;  // of each draw
+  Tokens draws, rows, members;  // of each draw its node, the row that it comes from, and who guessed it
+  std::vector<double> probs;    // of each draw
 };
 
 // One request's text, and all who read it.
 struct ReadText {
-  struct Said {
-    int64_t member;
-    Guesses guesses;
-  };
-  std::shared_ptr<std::vector<Claims>> claims;  // of the merged drafter's members; null: there is one alone
+  std::shared_ptr<Shared> shared;  // by a merged drafter's members; null: there is one alone
   std::vector<std::unique_ptr<Reader>> readers;
   std::shared_ptr<Recycled> recycled;  // what rows rank first is put there; null: nowhere
   int64_t seen = 0;                    // tokens of the request's text that were read
   bool coupled = false;                // see Situation
   uint64_t noise = 0;
   double temperature = 0;
-  std::vector<Said> said;              // in the last round
+  std::vector<Proposal> said;          // in the last round
   Tokens heard;                        // since then
 
   void read(const int64_t* tokens, int64_t count) {
@@ -60,9 +79,9 @@ struct ReadText {
     seen = count, said.clear(), heard.clear();
   }
 
-  // Behind all that was read.
-  TextDraft propose(const Wanted& wanted, const Tokens& ends) {
-    if (claims) learn();
+  // What readers guess behind all that was read.
+  void guess(const Wanted& wanted, const Tokens& ends) {
+    if (shared) learn();
     said.clear(), heard.clear();
     for (size_t i = 0; i < readers.size(); ++i) {
       if (!(wanted.members >> i & 1)) continue;
@@ -73,61 +92,113 @@ struct ReadText {
         for (int64_t node : kept) best.tokens.push_back(found.tokens[node]), best.chances.push_back(found.chances[node]);
         found = std::move(best);
       }
-      said.push_back({int64_t(i), std::move(found)});
+      const size_t count = found.tokens.size();
+      said.push_back({int64_t(i), std::move(found), {}, Tokens(count, -1)});
+      said.back().probs = said.back().guesses.chances;
     }
-    return merged(wanted);
+  }
+
+  // Whether the member that runs a model should be asked: its tokens help only where the others' first one is rejected.
+  bool pays(const Wanted& wanted) const {
+    if (!wanted.weighed || !shared->seconds) return true;
+    double sure = 0;
+    for (const Proposal& each : said) {
+      const std::vector<double> values = worths(each);
+      double first = 0;
+      for (size_t i = 0; i < values.size(); ++i)
+        if (each.guesses.parents[i] < 0) first += values[i];
+      sure = std::max(sure, std::min(1.0, first));
+    }
+    return (1.0 - sure) * (shared->told ? shared->expected : 1.0) > wanted.rate * shared->seconds;
+  }
+
+  // What that member proposes.
+  void add(Proposal&& given) {
+    said.push_back(std::move(given));
+    const std::vector<double> values = worths(said.back());
+    if (values.empty()) return;
+    const double sum = std::accumulate(values.begin(), values.end(), 0.0);
+    if (!shared->told) shared->expected = sum, shared->told = true;
+    shared->expected += 0.1 * (sum - shared->expected);
+  }
+
+  // All that was said as one tree: see MergedDrafter.
+  TextDraft merged(const Wanted& wanted) const {
+    TextDraft all;
+    std::vector<double> values;
+    for (const Proposal& each : said) {
+      const Guesses& guesses = each.guesses;
+      const std::vector<double> own_values = worths(each);
+      Tokens own;
+      for (size_t i = 0; i < guesses.tokens.size(); ++i) {
+        const int64_t above = guesses.parents[i] < 0 ? -1 : own[guesses.parents[i]], token = guesses.tokens[i];
+        size_t node = 0;
+        while (node < all.tokens.size() && !(all.tokens[node] == token && all.parents[node] == above)) ++node;
+        if (node == all.tokens.size()) all.tokens.push_back(token), all.parents.push_back(above), values.push_back(own_values[i]);
+        values[node] = std::max(values[node], own_values[i]);
+        own.push_back(node);
+        all.draws.push_back(node), all.rows.push_back(each.rows[i]), all.members.push_back(each.member), all.probs.push_back(each.probs[i]);
+      }
+    }
+    if (!shared) return all;
+    const Tokens kept = kept_of(all, values, wanted);
+    if (kept.size() == all.tokens.size()) return all;
+    TextDraft left;
+    Tokens number(all.tokens.size(), -1);
+    for (size_t i = 0; i < kept.size(); ++i) number[kept[i]] = i, left.tokens.push_back(all.tokens[kept[i]]);
+    left.parents = renumbered(all.parents, kept);
+    for (size_t i = 0; i < all.draws.size(); ++i) {
+      if (number[all.draws[i]] < 0) continue;
+      left.draws.push_back(number[all.draws[i]]), left.rows.push_back(all.rows[i]);
+      left.members.push_back(all.members[i]), left.probs.push_back(all.probs[i]);
+    }
+    return left;
   }
 
  private:
+  // Of each node the chance that it is accepted with all above it.
+  std::vector<double> worths(const Proposal& of) const {
+    std::vector<double> chances(of.guesses.chances);
+    if (shared)
+      for (double& chance : chances) chance = shared->claims[of.member].chance(chance);
+    return products(of.guesses.parents, chances);
+  }
+
+  // Nodes that stay: all that were drawn, as the distribution would change without them, and the most valuable of the others.
+  static Tokens kept_of(const TextDraft& all, const std::vector<double>& values, const Wanted& wanted) {
+    std::vector<char> drawn(all.tokens.size());
+    for (size_t i = 0; i < all.draws.size(); ++i)
+      if (all.rows[i] >= 0) drawn[all.draws[i]] = 1;
+    for (int64_t node = int64_t(drawn.size()) - 1; node >= 0; --node)
+      if (drawn[node] && all.parents[node] >= 0) drawn[all.parents[node]] = 1;
+    const int64_t count = std::count(drawn.begin(), drawn.end(), 1);
+    if (!count) return best_of(values, wanted.most, wanted);
+    Tokens order(values.size()), kept;
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return values[a] > values[b]; });
+    int64_t others = std::max<int64_t>(0, wanted.most - count);
+    for (int64_t node : order)
+      if (drawn[node] || others-- > 0) kept.push_back(node);
+    std::sort(kept.begin(), kept.end());
+    return kept;
+  }
+
   // Compares what was said with what the target chose since.
   void learn() {
-    for (const Said& each : said) {
+    for (const Proposal& each : said) {
       const Guesses& guesses = each.guesses;
       int64_t place = -1;
       for (int64_t token : heard) {
         int64_t found = -1;
         for (size_t node = 0; node < guesses.tokens.size(); ++node)
           if (guesses.parents[node] == place) {
-            (*claims)[each.member].learn(guesses.chances[node], guesses.tokens[node] == token);
+            shared->claims[each.member].learn(guesses.chances[node], guesses.tokens[node] == token);
             if (guesses.tokens[node] == token) found = node;
           }
         if (found < 0) break;
         place = found;
       }
     }
-  }
-
-  TextDraft merged(const Wanted& wanted) const {
-    TextDraft all;
-    std::vector<double> values;
-    for (const Said& each : said) {
-      const Guesses& guesses = each.guesses;
-      std::vector<double> worths(guesses.chances);
-      if (claims)
-        for (double& chance : worths) chance = (*claims)[each.member].chance(chance);
-      worths = products(guesses.parents, worths);
-      Tokens own;
-      for (size_t i = 0; i < guesses.tokens.size(); ++i) {
-        const int64_t above = guesses.parents[i] < 0 ? -1 : own[guesses.parents[i]], token = guesses.tokens[i];
-        size_t node = 0;
-        while (node < all.tokens.size() && !(all.tokens[node] == token && all.parents[node] == above)) ++node;
-        if (node == all.tokens.size()) all.tokens.push_back(token), all.parents.push_back(above), values.push_back(worths[i]);
-        values[node] = std::max(values[node], worths[i]);
-        own.push_back(node);
-        all.draws.push_back(node), all.members.push_back(each.member), all.chances.push_back(guesses.chances[i]);
-      }
-    }
-    if (!claims) return all;
-    const Tokens kept = best_of(values, wanted.most, wanted);
-    if (kept.size() == all.tokens.size()) return all;
-    TextDraft left;
-    Tokens number(all.tokens.size(), -1);
-    for (size_t i = 0; i < kept.size(); ++i) number[kept[i]] = i, left.tokens.push_back(all.tokens[kept[i]]);
-    left.parents = renumbered(all.parents, kept);
-    for (size_t i = 0; i < all.draws.size(); ++i)
-      if (number[all.draws[i]] >= 0)
-        left.draws.push_back(number[all.draws[i]]), left.members.push_back(all.members[i]), left.chances.push_back(all.chances[i]);
-    return left;
   }
 };
 
@@ -188,13 +259,13 @@ int64_t sk_ngrams(int64_t order, const int64_t* tables, int64_t tops) {
 }
 void sk_free_ngrams(int64_t handle) { delete &shared_of<Ngrams>(handle); }
 
-int64_t sk_claims(int64_t count) { return made_shared<std::vector<Claims>>(count); }
-void sk_free_claims(int64_t handle) { delete &shared_of<std::vector<Claims>>(handle); }
+int64_t sk_shared(int64_t members) { return made_shared<Shared>(members); }
+void sk_free_shared(int64_t handle) { delete &shared_of<Shared>(handle); }
 
-// A text; `claims` of the merged drafter (0: there is one drafter alone).
-int64_t sk_text(int64_t claims) {
+// A text; `shared` of the merged drafter (0: there is one drafter alone).
+int64_t sk_text(int64_t shared) {
   ReadText* text = new ReadText;
-  if (claims) text->claims = shared_of<std::vector<Claims>>(claims);
+  if (shared) text->shared = shared_of<Shared>(shared);
   return (int64_t)text;
 }
 void sk_free_text(int64_t text) { delete (ReadText*)text; }
@@ -223,14 +294,19 @@ int64_t sk_text_seen(int64_t text) { return (int64_t)&((ReadText*)text)->seen; }
 void sk_text_read(int64_t text, int64_t count, const int64_t* tokens) { ((ReadText*)text)->read(tokens, count); }
 void sk_text_branch(int64_t text, int64_t count, const int64_t* head) { ((ReadText*)text)->branch(head, count); }
 
-// A draft behind all that was read: how many nodes and draws, and where tokens, parents, the draws' nodes and members lie, and their chances.
-void sk_text_propose(int64_t text, const void* wanted, int64_t count, const int64_t* ends, int64_t* counts, const int64_t** ints, const double** doubles) {
+// Guesses behind all that was read.
+void sk_text_guess(int64_t text, const void* wanted, int64_t count, const int64_t* ends) {
+  ((ReadText*)text)->guess(*(const Wanted*)wanted, {ends, ends + count});
+}
+
+// The draft of these: how many nodes and draws, and where tokens, parents, the draws' nodes and members lie, and their probabilities.
+void sk_text_draft(int64_t text, const void* wanted, int64_t* counts, const int64_t** ints, const double** doubles) {
   static thread_local Tokens whole;
   static thread_local TextDraft draft;
-  draft = ((ReadText*)text)->propose(*(const Wanted*)wanted, {ends, ends + count});
+  draft = ((ReadText*)text)->merged(*(const Wanted*)wanted);
   whole.clear();
   for (const auto* part : {&draft.tokens, &draft.parents, &draft.draws, &draft.members}) whole.insert(whole.end(), part->begin(), part->end());
   counts[0] = draft.tokens.size(), counts[1] = draft.draws.size();
-  *ints = whole.data(), *doubles = draft.chances.data();
+  *ints = whole.data(), *doubles = draft.probs.data();
 }
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import struct
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -21,17 +22,18 @@ from sakiyomi.core.outputs import FinishReason
 from sakiyomi.core.tree import VerdictKind
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import loaded
-from sakiyomi.kernels.native import HALF, numbers
+from sakiyomi.kernels.native import HALF, numbers, pointer
 from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.features import states_by_layer
 from sakiyomi.model_executor.program import Program
+from sakiyomi.model_executor.row_layers import RowLayers
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers.native import KINDS
 
 logger = logging.getLogger("sakiyomi")
 OFTEN = 8  # rounds after which passes' clocks are read again
 _PASSES = 256  # as most_passes in round.h
-_HEAD = 10  # numbers before the tokens of a request, see Rounds::write in round.h
+_HEAD = 11  # numbers before the tokens of a request, see Rounds::write in round.h
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 Places = Sequence[tuple[int | None, int]]
@@ -52,8 +54,9 @@ class Committed(NamedTuple):
         path, refused: accepted and refused nodes.
         chances: what the target gave the tokens.
         probs: what the draft gave the accepted ones.
+        members: of a draft that was found in texts, and has perhaps grown, too: who guessed each accepted token.
         places: for each place in the tree that the target came to, which of its candidates it chose (-1: none), and
-            their scores; of a draft that was found in texts, which drafter guessed each accepted token.
+            their scores.
     """
 
     used: int
@@ -69,6 +72,7 @@ class Committed(NamedTuple):
     refused: list[int]
     chances: list[float]
     probs: list[float]
+    members: list[int]
     places: list[tuple[int, Sequence[float]]]
 
 
@@ -88,22 +92,102 @@ class Drafting(NamedTuple):
 
 @dataclass(frozen=True)
 class FedRows:
-    """What the rows of a draft model's passes read beside their tokens, as those of an EAGLE head do.
+    """What the passes of a head read and give beside tokens and logits.
 
     Attributes:
-        given: (rows, hidden) where a pass reads a hidden state for each row; written before the pass.
+        width: of features.
+        given: (rows, width) where a pass reads a hidden state for each row; written before the pass. None: its rows
+            read tokens alone.
         layer: whose captured output is the feature of a row, which the rows of its children read.
         vocab: tokens that the model proposes.
         tokens: (vocab,) the target's token for each; None: they are the same.
+        said: makes logits of features; None: the pass gives them.
     """
 
-    given: Tensor
+    width: int
+    given: Tensor | None
     layer: int
     vocab: int
     tokens: Tensor | None
+    said: RowLayers | None = None
 
 
-_FED = struct.Struct("=5q")  # Fed in growth.h
+@dataclass(frozen=True)
+class MaskRows:
+    """How a draft model guesses several tokens in a pass, at masks behind the text: see `Masks` in `growth.h`.
+
+    Attributes:
+        token: that stands for one to be guessed.
+        feature: gives the feature of a mask, (1, width); None: rows read tokens alone.
+        block: it is a block drafter: a pass reads the last token and masks.
+        rows: of a block; 0: as few as are wanted.
+        first: row of a block's first guess.
+        sees_all: rows of a block see all of it.
+        pairs: makes keys and values of the text, of a block drafter.
+        bias: of a guess by the token before it; None: guesses do not depend on it.
+        rated: it says, too, how likely the first guess is to be accepted.
+    """
+
+    token: int
+    feature: Callable[[], Tensor] | None = None
+    block: bool = False
+    rows: int = 0
+    first: int = 0
+    sees_all: bool = False
+    pairs: RowLayers | None = None
+    bias: RowLayers | None = None
+    rated: bool = False
+
+
+@dataclass(frozen=True)
+class HeardStates:
+    """What a head reads of the target's passes.
+
+    Attributes:
+        layers: of the target, whose outputs it reads side by side.
+        width: of each of them.
+        last: it reads those of the last committed token alone.
+        features: makes of them what the rows of its own passes read; None: nothing is made of them.
+        slots: of a head that is no model, makes the logits of all its slots.
+        count: of the slots.
+        vocab, tokens: see ``FedRows``.
+    """
+
+    layers: Sequence[int]
+    width: int
+    last: bool = False
+    features: RowLayers | None = None
+    slots: RowLayers | None = None
+    count: int = 0
+    vocab: int = 0
+    tokens: Tensor | None = None
+
+
+class Around(NamedTuple):
+    """What the kernels run around the passes of a draft model or head; each None: there is nothing of the kind."""
+
+    fed: FedRows | None = None
+    masks: MaskRows | None = None
+    heard: HeardStates | None = None
+
+    @property
+    def layers(self) -> list[RowLayers]:
+        """All layers in it."""
+        fed, masks, heard = self
+        found = [fed.said] if fed is not None else []
+        found += [masks.pairs, masks.bias] if masks is not None else []
+        found += [heard.features, heard.slots] if heard is not None else []
+        return [part for part in found if part is not None]
+
+    @property
+    def able(self) -> bool:
+        """Whether the kernels run all of them."""
+        return all(part.packed() is not None for part in self.layers)
+
+
+NOTHING = Around()
+_FED, _MASKS = struct.Struct("=5q"), struct.Struct("=6q")  # Fed and Masks in growth.h, up to their layers
+_NONE = bytes(48)  # no Layers
 
 
 class KernelRounds:
@@ -113,11 +197,11 @@ class KernelRounds:
         draft: grows trees; None: nothing grows.
         target: scores drafts; None: a round ends with its trees.
         width: V of the target.
-        states: hidden states of the target's passes are wanted.
-        fed: rows of the draft model's passes read hidden states. Only trees grow then: there is no target.
+        around: what is run around the draft model's passes.
+        leaving: called before what is known of requests is lost.
 
     Attributes:
-        fed: see above.
+        around: see above.
         kernels, number: the library, and the number of the object there; 0: there is none yet.
         generation: how often it was made; each time it knows no requests.
     """
@@ -128,23 +212,24 @@ class KernelRounds:
         target: ModelRunner | None,
         width: int,
         *,
-        states: bool = False,
-        fed: FedRows | None = None,
+        around: Around = NOTHING,
+        leaving: Callable[[], None] = lambda: None,
     ) -> None:
         self.models = [model for model in (draft, target) if model is not None]
         self.kernels: Any = None
         self.number = self.generation = 0
-        self._draft, self._target, self._width, self.fed = draft, target, width, fed
+        self._draft, self._target, self._width, self.around = draft, target, width, around
+        self._leaving, self._layers = leaving, around.layers
         self._made_for: list[Any] = []
         self._rows = [0] * len(self.models)  # passes of up to so many rows were proven right
         self._passes: dict[int, tuple[PassForward, Tensor, Tensor]] = {}  # as the kernels name them
         self._checked: set[int] = set()
         self._unreadable = False
         self._results: tuple[Any, Any, Any] = (), (), ()
-        self._wants_states = states
         self._logits: Tensor | None = None  # of the target's pass in the last round; None: it was run in the kernels
         self._states: tuple[Tensor, ...] = ()  # of the target's pass in the last round
-        self._since = self._state = 0  # the last: which of the draft model's captured states are features
+        self._since = 0
+        self._feature: Tensor | None = None
 
     def __del__(self) -> None:
         number, self.number = self.number, 0  # Ctrl-C may come between two lines: never freed twice
@@ -157,10 +242,11 @@ class KernelRounds:
         whole, real, at, done = ints[2 : ints[0]], doubles[: ints[1]], 0, 0
         found = []
         for _ in range(count):
-            used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn = whole[at : at + _HEAD]
+            used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn, guessed = whole[at : at + _HEAD]
             at += _HEAD
-            path, others, end = at + accepted + 1, at + 2 * accepted + 1, at + 2 * accepted + 1 + refused
-            lists = whole[at:path], whole[path:others], whole[others:end]
+            path, others, guessers = at + accepted + 1, at + 2 * accepted + 1, at + 2 * accepted + 1 + refused
+            end = guessers + guessed
+            lists = whole[at:path], whole[path:others], whole[others:guessers]
             weights = real[done : done + accepted + 1], real[done + accepted + 1 : done + 2 * accepted + 1]
             at, done, places = end + 1, done + 2 * accepted + 1, []
             for _ in range(whole[end]):
@@ -169,7 +255,7 @@ class KernelRounds:
                 places.append((rank, scores))
                 at, done = at + 2, done + len(scores)
             about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn
-            found.append(Committed._make((*about, *lists, *weights, places)))
+            found.append(Committed._make((*about, *lists, *weights, whole[guessers:end], places)))
         return found
 
     def features(self, rows: int) -> dict[int, Tensor]:
@@ -192,6 +278,22 @@ class KernelRounds:
         memory = (ctypes.c_char * size).from_address(self.kernels.sk_logits(self.number))
         return torch.frombuffer(memory, dtype=model.dtype).view(1, rows, model.vocab_size)
 
+    def heard_by(self, number: int) -> Tensor:
+        """What a request has heard of the target's passes since it was seated, a row for each token: its features; of a
+        head that makes none the states of the last token; of a block drafter those whose pairs are not written yet.
+        """
+        place = ctypes.c_void_p()
+        size, (fed, _, heard) = self.kernels.sk_heard(self.number, number, ctypes.byref(place)), self.around
+        if size < 0 or heard is None:
+            raise RuntimeError("features of committed tokens cannot be made")
+        width = heard.width * len(heard.layers) if fed is None or heard.features is None else fed.width
+        dtype = self.models[-1].dtype
+        if not size:
+            return torch.empty(0, width, dtype=dtype)
+        assert place.value is not None
+        memory = (ctypes.c_char * size).from_address(place.value)
+        return torch.frombuffer(memory, dtype=dtype).view(-1, width).clone()
+
     def _last_pass(self) -> int:
         """The last round's last pass, as the kernels name it."""
         times = self._results[2]
@@ -212,11 +314,9 @@ class KernelRounds:
             rows: by model.
             places: by model, where passes may be compared.
         """
-        made = bool(self._made_for)
-        for i, model in enumerate(self.models):
-            if self._unreadable or not model.describable():
-                return False
-            made = made and self._made_for[i] is model.recorder
+        if self._unreadable or not all(model.describable() for model in self.models):
+            return False
+        made = self._made_for == self._versions()
         if made and self.holds(rows):
             return True
         return self._make(list(map(max, rows, self._rows)) if made else rows, places())
@@ -230,8 +330,11 @@ class KernelRounds:
         if kernels is None or not all(model.dtype in HALF for model in self.models):
             return False
         found = [_proven(*each) for each in zip(self.models, rows, places, strict=True)]
-        if not all(found):
+        if found[-1] and not found[0]:
+            self.models[0].record()  # a draft that is seldom asked; its passes are compared in the next round
+        if not all(found) or not all(part.packed() for part in self._layers):
             return False
+        self._leaving()
         self.generation += 1  # if what follows is interrupted, nobody uses the old object
         self._made_for = []
         self.__del__()
@@ -243,7 +346,7 @@ class KernelRounds:
             which = int(model is self._target)
             inputs = [ids.data_ptr() for _, ids, _ in passes.values()]
             vocab = self._vocab(model)
-            programs = [_program(each, vocab, model.dtype) for each, _, _ in passes.values()]
+            programs = [_program(each, self._width_of(model), model.dtype) for each, _, _ in passes.values()]
             session = model.backend.session
             assert session is not None, "see `describable`"
             about = session, vocab, HALF[model.dtype], len(passes)
@@ -252,24 +355,41 @@ class KernelRounds:
         most = self._target.sizes[-1] if self._target is not None else 0
         # Each row of a round has a token, and may be a place with no more candidates than there are rows.
         doubles = [(ctypes.c_double * count)() for count in ((2 + most) * most, 2 + 2 * _PASSES)]
-        self._results = numbers([0] * ((_HEAD + 8) * most)), doubles[0], doubles[1]
+        self._results = numbers([0] * ((_HEAD + 9) * most)), doubles[0], doubles[1]
         self.kernels = kernels
         self.number = kernels.sk_rounds(tables[1], tables[0], *self._results)
         self._feed()
         self._rows = [_compared(model, count) for model, count in zip(self.models, rows, strict=True)]
-        self._made_for = [model.recorder for model in self.models]
+        self._made_for = self._versions()
         return True
 
-    def _feed(self) -> None:
-        """Say where the rows of the draft model's passes read hidden states, and where they leave them."""
-        if self.fed is not None:
-            assert self._draft is not None
-            given, tokens = self.fed.given, self.fed.tokens
-            self._state = self._draft.weights.capture.layers.index(self.fed.layer)
-            place = given.data_ptr(), len(given), given[0].nbytes, self._state
-            self.kernels.sk_fed(self.number, _FED.pack(*place, 0 if tokens is None else tokens.data_ptr()))
+    def _versions(self) -> list[Any]:
+        """What is replaced when the object has to be made anew."""
+        return [*[model.recorder for model in self.models], *[part.version for part in self._layers]]
 
-    def run(self, count: int, asked: bytes, level: Any, scored: Any = None) -> Drafting | None:
+    def _feed(self) -> None:
+        """Say what is run around the draft model's passes."""
+        fed, masks, heard = self.around
+        set_up, number = self.kernels, self.number
+        if fed is not None:
+            assert self._draft is not None
+            state = self._draft.weights.capture.layers.index(fed.layer)
+            place = (0, 0, 0) if fed.given is None else (fed.given.data_ptr(), len(fed.given), fed.given[0].nbytes)
+            set_up.sk_fed(number, _FED.pack(*place, state, pointer(fed.tokens) or 0) + _code(fed.said))
+        if masks is not None:
+            self._feature = None if masks.feature is None else masks.feature().contiguous()  # held
+            about = masks.token, pointer(self._feature) or 0, masks.block, masks.rows, masks.first, masks.sees_all
+            rated = int(masks.rated).to_bytes(8, sys.byteorder)
+            set_up.sk_masks(number, _MASKS.pack(*about) + _code(masks.pairs) + _code(masks.bias) + rated)
+        if heard is not None and self._target is not None:
+            captured = self._target.weights.capture.layers
+            bytes_ = heard.width * self._target.dtype.itemsize
+            which = [captured.index(layer) for layer in heard.layers] + [bytes_] * len(heard.layers)
+            read = len(heard.layers), numbers(which), heard.last, _code(heard.features)
+            slots = heard.count, _code(heard.slots), heard.vocab, pointer(heard.tokens)
+            set_up.sk_hears(number, *read, *slots)
+
+    def run(self, count: int, asked: bytes, level: Any, scored: Any = None, *, states: bool = False) -> Drafting | None:
         """A round of `count` requests. The models' clocks and seconds include its passes.
 
         Args:
@@ -277,13 +397,14 @@ class KernelRounds:
             asked: of each, see `Asked` in `round.h`.
             level: seconds of the draft model's passes by rows, where trees are weighed.
             scored: seconds of the target's pass by nodes, likewise.
+            states: hidden states of the target's pass are wanted, see ``features``.
 
         Returns:
             What drafting took; None: nothing was committed: a row holds no numbers, or a pass failed.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.run(count, asked, level, scored)
+                return self.run(count, asked, level, scored, states=states)
         kernels, now = self.kernels, time.perf_counter
         held: list[Tensor] = []
         fresh: set[int] = set()
@@ -295,18 +416,21 @@ class KernelRounds:
                 recorder = self._model(code).recorder
                 assert recorder is not None
                 recorder.fresh, began = False, now()
-                logits, states = replay(ids, positions)
+                logits, given = replay(ids, positions)
                 spent = now() - began
                 held.append(logits)  # the kernels may look at it again
                 if code % 2:
-                    self._logits, self._states = logits, states if self._wants_states else ()
+                    self._logits, self._states = logits, given if states else ()
                 if recorder.fresh:  # it was captured first
                     fresh.add(code)
                 if code not in self._checked and not self._readable(code, logits):
                     return None
-                features = None if self.fed is None or code % 2 else states[self._state].data_ptr()
-                code = kernels.sk_pass(self.number, code, logits.data_ptr(), features, spent)
-            if self._wants_states and not code and self._logits is None:
+                read, about = self.around.heard if code % 2 else self.around.fed, None
+                if read is not None:
+                    given = tuple([state.contiguous() for state in given])
+                    about = (ctypes.c_void_p * len(given))(*[state.data_ptr() for state in given])
+                code = kernels.sk_pass(self.number, code, logits.data_ptr(), about, spent)
+            if states and not code and self._logits is None:
                 # Now: the next pass of any session overwrites them.
                 self._states = self._states_of(self._last_pass())
         return None if code else self._count(fresh)
@@ -316,12 +440,18 @@ class KernelRounds:
 
     def _vocab(self, model: ModelRunner) -> int:
         """Width of the logits of a model's passes."""
-        return model.vocab_size if self.fed is None else self.fed.vocab
+        fed = self.around.fed
+        return model.vocab_size if fed is None or model is self._target else fed.vocab
+
+    def _width_of(self, model: ModelRunner) -> int:
+        """Width of what a model's passes give first: logits, or what their logits are made of."""
+        fed = self.around.fed
+        return self._vocab(model) if fed is None or fed.said is None or model is self._target else fed.width
 
     def _readable(self, code: int, logits: Tensor) -> bool:
         """Whether logits of a pass are as the kernels read them."""
         model = self._model(code)
-        if logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == self._vocab(model):
+        if logits.dtype == model.dtype and logits.is_contiguous() and logits.shape[-1] == self._width_of(model):
             self._checked.add(code)
             return True
         logger.debug("no rounds in the kernels: logits are %s of width %d", logits.dtype, logits.shape[-1])
@@ -336,10 +466,11 @@ class KernelRounds:
         spent_by: dict[int, float] = {}
         for at in range(2, len(ran), 2):
             code, spent = int(ran[at]), ran[at + 1]
-            models[-(code % 2)].forward_seconds += spent
-            spent_by[code] = spent
-            if not code % 2:
-                passes, inside = passes + 1, inside + spent
+            if code > 0:
+                models[-(code % 2)].forward_seconds += spent
+                spent_by[code] = spent
+            passes += not code % 2  # 0: of a head that is no model
+            inside += spent if code < 0 or not code % 2 else 0.0  # below 0: layers around passes
         self._since += 1
         # A clock is read now and then: its mean hardly moves.
         for code in spent_by if self._since <= OFTEN or not self._since % OFTEN else fresh:
@@ -391,3 +522,8 @@ def _program(replay: PassForward, vocab: int, dtype: torch.dtype) -> int:
     if isinstance(replay, Program) and replay.gives(vocab, dtype):
         return replay.number
     return 0
+
+
+def _code(layers: RowLayers | None) -> bytes:
+    """Layers as the kernels take them."""
+    return _NONE if layers is None else layers.packed() or _NONE

@@ -78,6 +78,11 @@ class Program:
         if self.number:
             self._kernels.sk_free_program(self.number)
 
+    def reach(self, positions: int) -> None:
+        """Make tables for at least so many positions, if they are not there."""
+        if positions > self._table_rows:
+            self._extend(positions)
+
     def gives(self, vocab: int, dtype: torch.dtype) -> bool:
         """Whether its logits have this width and dtype."""
         return self.rows[0] == (vocab, dtype)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sakiyomi.core.errors import LoadError
@@ -60,6 +61,27 @@ class Corrections:
         # Of what they read, hidden states are known for all slots at once; tokens and states are not.
         self._mix = _Split.of(self._mixing, self._width, tables, first=self.kind == "gated")
         self._confidence = _Split.of(self._rating, self._width, tables, first=True)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether a row's correction depends on its hidden state and the token before it alone, see ``biased``."""
+        return self.kind != "rnn" and self._over is not None
+
+    def biased(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """What is added to logits, (n, V), and if there is a confidence head how likely guesses are to be accepted.
+
+        Args:
+            hidden: (n, hidden) of the slots.
+            tokens: (n,) before them.
+        """
+        assert self._before is not None and self._over is not None
+        embedded = mixed = F.embedding(tokens, self._before)
+        if self._mix is not None:
+            mixed = torch.sigmoid(self._mix.both(hidden, embedded)) * embedded
+        found: Tensor = self._over(mixed)
+        if self._confidence is None:
+            return (found,)
+        return found, torch.sigmoid(self._confidence.both(hidden, embedded).float())
 
     def begin(self, logits: Tensor, hidden: Tensor) -> Correct:
         """Corrections of one block.
@@ -121,6 +143,11 @@ class _Split(NamedTuple):
         hidden, others = weight.split([width, left] if first else [left, width], 1)[:: 1 if first else -1]
         reads = linear_beside(tables, others.contiguous()) if left else None
         return cls(linear_beside(tables, hidden.contiguous(), bias), reads, left)
+
+    def both(self, hidden: Tensor, others: Tensor) -> Tensor:
+        """The layer over (n, hidden) and (n, in or more) of the others to (n, out)."""
+        known: Tensor = self.hidden(hidden)
+        return known if self.others is None else known + self.others(others[:, : self.width].contiguous())
 
     def over(self, hidden: Tensor) -> Callable[[int, Tensor], Tensor]:
         """The layer over (slots, hidden): from a slot and (n, in or more) of the others to (n, out)."""

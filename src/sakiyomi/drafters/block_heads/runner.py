@@ -19,6 +19,8 @@ from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.norms import serve_norms
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.kernel_rounds import Around, FedRows, HeardStates, MaskRows
+from sakiyomi.model_executor.row_layers import RowLayers
 from sakiyomi.model_executor.runner import ModelRunner
 
 
@@ -52,6 +54,7 @@ class BlockRunner(Beside):
     Attributes:
         options, model: as given.
         corrections: of guesses by the tokens before them; None: there are none.
+        around: how the kernels run its passes by themselves; nothing is fed: they cannot.
 
     Raises:
         LoadError: tensors are missing, or have other shapes.
@@ -85,6 +88,50 @@ class BlockRunner(Beside):
         for layer in model.module.model.layers if self.options.kernel else ():
             layer.live.fill_(True)
         self._prepare()
+        self.around = self._around(file)
+
+    def _around(self, file: BlockFile) -> Around:
+        options, model, target, corrections = self.options, self.model, self._target, self.corrections
+        by_rows = isinstance(corrections, Corrections) and corrections.by_rows
+        finished = self._own_head and (options.logit_scale != 1 or options.softcap)
+        if (corrections is not None and not by_rows) or finished or model.device.type != "cpu":
+            return Around()
+        width, states = self._key_width(file), len(options.layers)
+        each = self._fc.shape[1] // states
+        known = len(file.tensors["lm_head.weight"]) if self._own_head else target.vocab_size
+        tokens = None if self._tokens is None else self._tokens.to("cpu", torch.int64).contiguous()
+
+        def said(rows: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+            return self._finished(target.head(rows))
+
+        def pairs(rows: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
+            self._prepare()
+            cos, sin = (part[0, :, None, None] for part in self.model.module.model.rotary_emb(rows, positions))
+            return torch.cat([part.flatten(2) for part in self._pairs_of(rows, cos, sin)], -1).flatten(1)
+
+        def bias(rows: Tensor, ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            self._prepare()
+            assert isinstance(corrections, Corrections)
+            return corrections.biased(rows, ids[0])
+
+        rated = isinstance(corrections, Corrections) and options.confident
+        masks = MaskRows(
+            options.mask,
+            block=True,
+            rows=0 if options.causal and not options.kernel else options.size,
+            first=0 if options.anchored else 1,
+            sees_all=not options.causal,
+            pairs=RowLayers(model, each * states, pairs),
+            bias=None if corrections is None else RowLayers(model, width, bias),
+            rated=rated,
+        )
+        fed = FedRows(width, None, HEAD, known, tokens, None if self._own_head else RowLayers(target, width, said))
+        return Around(fed, masks, HeardStates(options.layers, each))
+
+    @staticmethod
+    def _key_width(file: BlockFile) -> int:
+        """Width of its hidden states."""
+        return int(file.tensors["hidden_norm.weight"].shape[0])
 
     def _pack(self, tables: PackedWeights | None) -> None:
         if tables is not None:
@@ -95,6 +142,11 @@ class BlockRunner(Beside):
         if isinstance(self.corrections, Corrections):
             self.corrections.pack(tables, bits)
 
+    @property
+    def target_dtype(self) -> torch.dtype:
+        """Of the hidden states that it reads."""
+        return self._target.dtype
+
     # ------------------------------------------------------------ the text
 
     def write(self, parts: Sequence[Written]) -> None:
@@ -103,23 +155,33 @@ class BlockRunner(Beside):
         Args:
             parts: whose slots have room for them.
         """
-        model, shape = self.model, self.model.cache.shapes[0]
+        model = self.model
         both, counts = _joined([part.states for part in parts]), [len(part.states) for part in parts]
         count = len(both)
         with self._timed(), self._running(count):
-            features = self._norms[0](self._project(both.to(model.dtype)))
-            pairs = self._to_pairs(features).view(count, -1, 2, shape.heads, shape.key_dim)
-            keys = self._norms[1](pairs[:, :, 0]) * self._key_norms[:, None]
-            low, high = keys.chunk(2, -1)
-            cos, sin = self._turns(parts, features)
-            keys = keys * cos + torch.cat([-high, low], -1) * sin
+            both = both.to(model.dtype)
+            keys, values = self._pairs_of(both, *self._turns(parts, both))
             fresh: list[Tensor] = []
             places: list[Tensor] = []
-            for store, made in ((model.cache.keys, keys), (model.cache.values, pairs[:, :, 1])):
+            for store, made in ((model.cache.keys, keys), (model.cache.values, values)):
                 for part, own in zip(parts, made.split(counts), strict=True):
                     fresh += own.permute(1, 2, 0, 3).unbind()
                     places += [store[layer][part.slot, :, part.columns] for layer in range(made.shape[1])]
             torch._foreach_copy_(places, fresh)
+
+    def _pairs_of(self, both: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (tokens, layers, heads, dim) from states of the target's layers side by side.
+
+        Args:
+            both: (tokens, layers x hidden).
+            cos, sin: of the tokens' positions, (tokens, 1, 1, key_dim).
+        """
+        shape = self.model.cache.shapes[0]
+        features = self._norms[0](self._project(both))
+        pairs = self._to_pairs(features).view(-1, len(self._key_norms), 2, shape.heads, shape.key_dim)
+        keys = self._norms[1](pairs[:, :, 0]) * self._key_norms[:, None]
+        low, high = keys.chunk(2, -1)
+        return keys * cos + torch.cat([-high, low], -1) * sin, pairs[:, :, 1]
 
     def _turns(self, parts: Sequence[Written], like: Tensor) -> list[Tensor]:
         """Cosines and sines of the positions of these parts, (tokens, 1, 1, key_dim)."""
@@ -161,11 +223,16 @@ class BlockRunner(Beside):
             logits = found.logits.to(hidden.device).view(len(texts), rows, -1)[:, first : first + count]
         else:
             logits = target_logits(self._target, hidden.flatten(0, 1)).view(len(texts), count, -1)
+        return self._finished(logits), hidden
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        """Logits as the head's options scale and bound them."""
+        options = self.options
         if options.logit_scale != 1:
             logits = logits * options.logit_scale
         if options.softcap:
             logits = torch.tanh(logits / options.softcap) * options.softcap
-        return logits, hidden
+        return logits
 
     @contextmanager
     def correcting(self, rows: int) -> Iterator[None]:

@@ -13,11 +13,12 @@ from sakiyomi.drafters.beside import Beside, target_logits
 from sakiyomi.drafters.eagle_heads.formats import EagleFile
 from sakiyomi.drafters.eagle_heads.module import BESIDE, EagleOptions
 from sakiyomi.drafters.head_model import HEAD_WEIGHT, ROWS, FusedEmbedding, last_norm, over_vocabulary
-from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.model_executor.features import HEAD
-from sakiyomi.model_executor.kernel_rounds import FedRows
+from sakiyomi.model_executor.kernel_rounds import Around, FedRows, HeardStates, MaskRows
+from sakiyomi.model_executor.row_layers import RowLayers
 from sakiyomi.model_executor.runner import ModelRunner
 
 
@@ -28,19 +29,33 @@ class FeatureHead(ABC):
         options: of the head.
         model: the head, packed.
         given: where its layers read the features of a pass, (ROWS, hidden).
+        target: whose hidden states it reads.
 
     Attributes:
-        fed: how the kernels run its passes by themselves; None: they cannot, as its logits are another model's.
+        around: how the kernels run its passes by themselves; nothing is fed: they cannot.
     """
 
-    fed: FedRows | None = None
+    blank = False  # the first row of a text has no embedding
 
-    def __init__(self, options: EagleOptions, model: ModelRunner, given: Tensor) -> None:
-        self.options, self.model, self._given = options, model, given
+    def __init__(self, options: EagleOptions, model: ModelRunner, given: Tensor, target: ModelRunner) -> None:
+        self.options, self.model, self._given, self.target = options, model, given, target
+        width = options.target_size
+        features = RowLayers(target, width * len(options.layers), lambda rows, *_: self._made(rows))
+        self.around = Around(heard=HeardStates(options.layers, width, features=features))
 
-    @abstractmethod
     def project(self, states: Mapping[int, Tensor]) -> Tensor:
         """Hidden states of the target by layer, (rows, target hidden) each, to features, (rows, hidden)."""
+        both = torch.cat([states[layer] for layer in self.options.layers], -1).to(self.target.dtype)
+        with torch.no_grad(), self.target.lock:
+            self.target.begin(BatchPlan([]), len(both))  # other models may have had a pass meanwhile
+            return self._made(both)
+
+    def _made(self, both: Tensor) -> Tensor:
+        return self._features(both)
+
+    @abstractmethod
+    def _features(self, both: Tensor) -> Tensor:
+        """Hidden states of the target's layers side by side, (rows, layers x target hidden), to features."""
 
     def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
         """Logits over the target's vocabulary and features of these rows, which read these features.
@@ -65,7 +80,7 @@ class FeatureHead(ABC):
         """``read`` in one pass."""
 
 
-class EagleHead(FeatureHead, Beside):
+class EagleHead(Beside, FeatureHead):
     """A head of EAGLE-3, with a projection of features and a head over the vocabulary of its own.
 
     Args:
@@ -76,8 +91,8 @@ class EagleHead(FeatureHead, Beside):
 
     def __init__(self, file: EagleFile, target: ModelRunner, model: ModelRunner) -> None:
         layers = model.module.model.layers
-        FeatureHead.__init__(self, file.options, model, layers[0].given)
         Beside.__init__(self, target)
+        FeatureHead.__init__(self, file.options, model, layers[0].given, target)
         self._tokens = file.tokens
         beside = ((name, tensor) for name, tensor in file.tensors.items() if name.startswith(BESIDE))
         self._tensors = {name: tensor.to(target.device) for name, tensor in beside}
@@ -85,32 +100,35 @@ class EagleHead(FeatureHead, Beside):
         model.capture([self._out])
         tokens = file.tokens if file.tokens is None else file.tokens.to("cpu", torch.int64).contiguous()
         if model.device.type == "cpu":
-            self.fed = FedRows(self._given, self._out, len(file.tensors[HEAD_WEIGHT]), tokens)
+            known = len(file.tensors[HEAD_WEIGHT])
+            fed = FedRows(self._given.shape[1], self._given, self._out, known, tokens)
+            mask = file.options.mask
+            masks = None if mask is None else MaskRows(mask, self.mask_feature)
+            self.around = self.around._replace(fed=fed, masks=masks)
         self._mask_feature: Tensor | None = None
         self._prepare()
 
     def _pack(self, tables: PackedWeights | None) -> None:
         self._fc = linear_beside(tables, self._tensors["fc.weight"].to(self._host.weights.dtype))
 
-    def project(self, states: Mapping[int, Tensor]) -> Tensor:
-        """See ``FeatureHead.project``."""
-        return self._project([states[layer] for layer in self.options.layers])
+    def _made(self, both: Tensor) -> Tensor:
+        self._prepare()
+        return self._features(both)
 
-    def _project(self, parts: list[Tensor]) -> Tensor:
+    def _features(self, both: Tensor) -> Tensor:
         if self.options.fc_norm:
-            parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
-        both = torch.cat(parts, -1)
+            parts = both.split(self.options.target_size, -1)
+            both = torch.cat([self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)], -1)
         if self.options.norm_before_fc:
             both = self._norm(both, "input_norm.weight")
-        with self._running(len(both)):
-            features: Tensor = self._fc(both.to(self._host.dtype))
+        features: Tensor = self._fc(both)
         return features
 
     def mask_feature(self) -> Tensor:
         """Feature of a mask, (1, hidden)."""
         if self._mask_feature is None:
             learnt = self._tensors["mask_hidden"].view(1, -1).split(self.options.target_size, -1)
-            self._mask_feature = self._project(list(learnt))
+            self._mask_feature = self.project(dict(zip(self.options.layers, learnt, strict=True)))
         return self._mask_feature
 
     def _norm(self, states: Tensor, name: str) -> Tensor:
@@ -136,24 +154,27 @@ class SharedHead(FeatureHead):
 
     def __init__(self, target: ModelRunner, model: ModelRunner, *, blank: bool = False) -> None:
         embedding: FusedEmbedding = model.module.model.embed_tokens
-        last = int(target.config.num_hidden_layers) - 1
-        options = EagleOptions(layers=(last,), target_size=int(target.config.hidden_size), norm_output=True)
-        super().__init__(options, model, embedding.given)
-        self._target, self._blank, self._kept = target, blank, embedding.kept
+        last, width = int(target.config.num_hidden_layers) - 1, int(target.config.hidden_size)
+        options = EagleOptions(layers=(last,), target_size=width, norm_output=True)
+        self.blank, self._kept = blank, embedding.kept
         self._last_norm = last_norm(target.module)
+        super().__init__(options, model, embedding.given, target)
+        if model.device.type == "cpu":
+            said = RowLayers(target, width, lambda rows, *_: target.head(rows))
+            self.around = self.around._replace(fed=FedRows(width, self._given, HEAD, target.vocab_size, None, said))
 
-    def project(self, states: Mapping[int, Tensor]) -> Tensor:
+    def _features(self, both: Tensor) -> Tensor:
         """What the target's layers gave, as its head reads it: (rows, hidden)."""
-        with torch.no_grad():
-            features: Tensor = self._last_norm(states[self.options.layers[0]])
-            return features
+        features: Tensor = self._last_norm(both)
+        return features
 
     def _pass(self, segments: Sequence[SequenceRows], inputs: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+        begins = [not (part.length or row) for part in segments for row in range(len(part.tokens))]
         with self.model.lock:
             self._given[: len(inputs)] = inputs
-            if self._blank:
-                self._kept[: len(inputs)] = torch.tensor(
-                    [[float(bool(part.length or row))] for part in segments for row in range(len(part.tokens))]
-                )
+            if self.blank and any(begins):
+                self._kept[: len(inputs)][begins] = 0
             states = self.model.score(segments, last=last).features[HEAD]
-        return target_logits(self._target, states), states
+            if self.blank:
+                self._kept.fill_(1)
+        return target_logits(self.target, states), states

@@ -15,6 +15,9 @@ from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
+from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.kernel_rounds import Around, HeardStates
+from sakiyomi.model_executor.row_layers import RowLayers
 from sakiyomi.model_executor.runner import ModelRunner
 
 
@@ -33,6 +36,7 @@ class MedusaRunner(Beside):
         heads: how many.
         width: of the hidden states.
         bytes: of weights that are the heads' own.
+        around: how the kernels run them by themselves.
 
     Raises:
         UnsupportedError: they belong to another model, or the target has an encoder.
@@ -51,8 +55,15 @@ class MedusaRunner(Beside):
         self._shape = heads.shape
         self.heads, self.width = heads.shape.heads, heads.shape.hidden_size
         self.bytes = sum(weight.nbytes for weight in heads.parameters())
-        self._given = heads.to(target.device, target.dtype).requires_grad_(False)
+        self._given = given = heads.to(target.device, target.dtype).requires_grad_(False)
         self._prepare()
+        tokens, own = given.token_map, given.own
+        if tokens is not None:
+            tokens = tokens.to("cpu", torch.int64).contiguous()
+        said = target.vocab_size if own is None else own.shape[1]
+        layers = RowLayers(target, self.width, lambda rows, *_: self._side_by_side(rows))
+        heard = HeardStates((HEAD,), self.width, True, None, layers, self.heads, said, tokens)
+        self.around = Around(heard=heard)
 
     def _pack(self, tables: PackedWeights | None) -> None:
         given, bits = self._given, projection_bits(self._host)
@@ -79,17 +90,26 @@ class MedusaRunner(Beside):
         self.passes += 1
         return logits
 
+    def _side_by_side(self, hidden: Tensor) -> Tensor:
+        """Logits (rows, heads x tokens) of the tokens that the heads know, behind hidden states (rows, hidden)."""
+        self._prepare()
+        return self._own_logits(hidden).transpose(0, 1).flatten(1)
+
     def _logits(self, hidden: Tensor) -> Tensor:
+        return over_vocabulary(self._own_logits(hidden), self._given.token_map, self._host.vocab_size)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
         rows, width = hidden.shape
         y = self._first(hidden).view(rows, self.heads, width)
         x = (hidden[:, None] + F.silu(y)).transpose(0, 1).contiguous()
         for block in self._further:
-            x = x + F.silu(torch.stack([linear(part) for linear, part in zip(block, x, strict=True)]))
+            x = x + F.silu(torch.stack([linear(x[i]) for i, linear in enumerate(block)]))
         if self._own is None:
             said: Tensor = self._host.head(x.flatten(0, 1))
             return said.view(self.heads, rows, -1)
+        logits: Tensor
         if len(self._own) == 1:
             logits = self._own[0](x.flatten(0, 1)).view(self.heads, rows, -1)
         else:
-            logits = torch.stack([head(part) for head, part in zip(self._own, x, strict=True)])
-        return over_vocabulary(logits, self._given.token_map, self._host.vocab_size)
+            logits = torch.stack([head(x[i]) for i, head in enumerate(self._own)])
+        return logits

@@ -1,0 +1,97 @@
+"""What rounds in the kernels have of a drafter whose trees grow there: a seat of each request, from round to round."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from sakiyomi.drafters.native_texts import LONG
+from sakiyomi.drafters.native_trees import TreeSize, seat_tree
+from sakiyomi.drafters.tree_reader import GrowingDrafter
+from sakiyomi.engine.native_turns import NONE, Turn
+from sakiyomi.model_executor.kernel_rounds import Committed, KernelRounds
+
+logger = logging.getLogger("sakiyomi")
+
+
+class NativeSeats:
+    """Seats of an engine's requests.
+
+    Args:
+        grower: the drafter.
+        rounds: where its trees grow.
+
+    Attributes:
+        grower: see above.
+    """
+
+    def __init__(self, grower: GrowingDrafter, rounds: KernelRounds) -> None:
+        self.grower, self._rounds = grower, rounds
+
+    def follow(self, drafting: Sequence[Turn]) -> None:
+        """Have the drafter read what it lacks of these requests' texts, but what fits in one of its passes."""
+        grower, rows = self.grower, self._rounds.models[0].sizes[-1]
+        missing = sum([turn.length - turn.held for turn in drafting if turn.seat is not None])
+        share = max(1, rows // max(1, len(drafting)) - grower.ahead)
+        most = LONG if missing + grower.ahead * len(drafting) <= rows else share
+        lacking = [turn for turn in drafting if turn.seat is None or turn.length - turn.held > most]
+        if not lacking:
+            return
+        for turn in lacking:
+            self.hand_back(turn)
+        found = grower.seats([turn.context for turn in lacking], min(LONG, share))
+        for turn, seat in zip(lacking, found, strict=True):
+            turn.seat, turn.slot, turn.seat_room = seat, None, 0
+            if seat is not None:
+                state = grower.tree(turn.context, seat)
+                turn.held, turn.ahead = state.held, grower.ahead
+                if grower.model is not None:
+                    turn.slot = state.slot
+                turn.stream = turn.context.noise.fork(grower.name) if state.drawn else None
+                seat_tree(self._rounds, turn.number, state)
+
+    def size(self, turn: Turn, gamma: int) -> TreeSize:
+        """How large a request's tree may become, of which so many levels are wanted."""
+        if not gamma or turn.seat is None:
+            return NONE
+        context, known, model = turn.context, turn.tree, self.grower.model
+        chain, whole = context.params.builder == "chain", model is None or turn.length + gamma <= model.max_context
+        if chain and context.worth is None and gamma == known.depth and whole:
+            return known  # nothing of a chain changes but its depth
+        plan = self.grower.plan(context, gamma)
+        if plan is None:
+            return NONE
+        if chain and plan.tree.depth == known.depth:
+            return known
+        size = TreeSize.of(plan)
+        assert size is not None, "see `judged`"
+        turn.tree = size
+        return size
+
+    def rows(self, turns: Sequence[Turn]) -> int:
+        """Rows of the drafter's largest pass in a round of these requests."""
+        grower, growing = self.grower, [turn for turn in turns if turn.size.depth]
+        missing = sum([grower.rows(turn.size.depth, turn.length - turn.held) for turn in growing])
+        # A level is hardly ever as wide as it may be: one that is wider than the largest pass is Python's matter.
+        width = 0 if grower.one_pass else sum([turn.size.width for turn in growing])
+        return max(missing, min(width, self._rounds.models[0].sizes[-1]))
+
+    def took(self, turn: Turn, found: Committed, *, over: bool) -> None:
+        """Take over what a round has committed of a request; `over`: its text has ended."""
+        if turn.stream is not None:
+            turn.stream.counter = found.drawn % 2**64
+        if turn.held != found.held:
+            turn.held = found.held
+            self.grower.follow(turn.context, turn.seat, found.held)
+        if found.places and not over:
+            self.grower.learn(turn.context, found.places)
+
+    def hand_back(self, turn: Turn) -> None:
+        """Give the drafter what a request has heard of the target's passes in the kernels, which it leaves."""
+        seat, turn.seat = turn.seat, None
+        if seat is None or self.grower.around.heard is None:
+            return
+        try:
+            self.grower.leave(turn.context, seat, self._rounds.heard_by(turn.number))
+        except Exception as error:  # its next drafts lack what it does not know
+            logger.debug("drafter %s lost hidden states: %r", self.grower.name, error)
