@@ -179,11 +179,11 @@ class DraftTreeState:
     def chances(self, level: int, probs: Sequence[float | None], scores: Sequence[float]) -> list[float]:
         """Chances of a place's candidates, the largest first, from their probabilities and scores."""
         if len(scores) == 1:
-            return [0.5 if probs[0] is None else probs[0]]
+            return [0.5 if probs[0] is None else min(1.0, probs[0])]
         if self.builder.calibrated:
             return self.confidence_at(level).chances(scores)
         weights = [math.exp(score - scores[0]) for score in scores]
-        share = sum(prob or 0.0 for prob in probs) / sum(weights)
+        share = min(1.0, sum(prob or 0.0 for prob in probs) / sum(weights))  # rounded, it may be more
         return [weight * share for weight in weights]
 
     def candidate_count(self, place: int) -> int:

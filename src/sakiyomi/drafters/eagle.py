@@ -217,12 +217,7 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
     def seats(self, contexts: Sequence[Context], most: int) -> list[_Seat | None]:
         """See ``GrowingDrafter``."""
         self._read(contexts, most)
-        found = [self._able(context) for context in contexts]
-        for i, (context, seat) in enumerate(zip(contexts, found, strict=True)):
-            if seat is not None and self._head.blank and seat.held == seat.begun + 1:  # the text's first row is unread
-                self._catch_up(context, 1)
-                found[i] = seat if seat.held > seat.begun + 1 else None
-        return found
+        return [self._able(context) for context in contexts]
 
     def _able(self, context: Context) -> _Seat | None:
         """A request's seat, which has learnt from its last tree; None: nothing can be drafted behind its text."""
@@ -230,6 +225,8 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         count = len(context.tokens)
         # Behind a prefix from the cache, whose features are missing, the features of two tokens are needed.
         if seat is None or seat.known != count - 1 or seat.held >= count or count - seat.held > LONG:
+            return None
+        if self._blank(seat):  # of a text of two tokens
             return None
         return _Seat.of(context, self.name, self._vocab_size) if count < self.model.max_context else None
 
@@ -262,6 +259,7 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         if self.name not in context.memory:
             return
         seat = _Seat.of(context, self.name, self._vocab_size)
+        most = 1 if self._blank(seat) else most
         while seat.known == len(context.tokens) - 1 and len(context.tokens) - seat.held > most:
             end = min(seat.held + CHUNK, len(context.tokens) - 1)
             columns = end - seat.begun - 1
@@ -271,6 +269,10 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
             inputs = seat.between(seat.held - 1, end - 1)
             self._head.read([SequenceRows(seat.slot, start, tokens, prompt=True)], inputs, last=True)
             seat.held = end
+
+    def _blank(self, seat: _Seat) -> bool:
+        """Whether the text's first row is not read yet, and has no embedding: the kernels do not know that."""
+        return self._head.blank and seat.held == seat.begun + 1
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         seat, count = self._able(context), len(context.tokens)

@@ -233,14 +233,14 @@ inline bool draw_all(Ask& ask, float* probs, int64_t n, int64_t siblings, Place&
 
 // Chances of a place's candidates.
 inline std::vector<double> chances_of(const Tree& tree, const Place& place) {
-  if (place.tokens.size() == 1) return place.probs;
+  if (place.tokens.size() == 1) return {std::min(1.0, place.probs[0])};
   double total = 0;
   const bool own = tree.ask.shape == by_probs;  // chances are the model's own probabilities, else what these were found to be worth
   const double* slot = tree.ask.slots ? tree.ask.slots + 2 * (tree.levels - 1) : nullptr;
   const double sharpness = own ? 1.0 : slot ? slot[0] : tree.ask.sharpness;
   std::vector<double> chances;
   for (double score : place.scores) total += chances.emplace_back(std::exp(sharpness * (score - place.scores[0])));
-  const double share = own ? std::accumulate(place.probs.begin(), place.probs.end(), 0.0) / total : 0;
+  const double share = own ? std::min(1.0, std::accumulate(place.probs.begin(), place.probs.end(), 0.0) / total) : 0;  // rounded, it may be more
   total /= slot ? slot[1] : tree.ask.coverage;
   for (double& chance : chances) chance = own ? chance * share : chance / total;
   return chances;
