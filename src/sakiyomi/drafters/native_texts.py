@@ -162,7 +162,8 @@ class NativeTexts:
             most = gamma * self._count
             most = most if room is None else min(most, max(context.nodes, room))
         every = asks is None or self.kind != "merged"
-        mask = sum([1 << i for i, member in enumerate(self.members) if every or member.name in (asks or ())])
+        names = [member.name for member in self._drafter.members or self.members]
+        mask = sum([1 << i for i, name in enumerate(names) if every or name in (asks or ())])
         if worth is None:
             return Wanted(gamma, context.nodes, most, mask, None, None)
         costs, nodes = worth.costs, max(context.nodes, most)

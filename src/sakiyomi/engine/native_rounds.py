@@ -327,6 +327,6 @@ class NativeRounds:
             step = request.commit_round(found, [self._names[which] for which in found.members])
         else:
             step = request.commit_round(found, [seats.grower.name] * len(found.path) if seats is not None else ())
-        if seats is not None and turn.seat is not None and draft is None:
+        if seats is not None and draft is None:
             seats.took(turn, found, over=step.finish_reason is not None)
         return step

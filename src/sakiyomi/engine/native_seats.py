@@ -29,12 +29,20 @@ class NativeSeats:
         self.grower, self._rounds = grower, rounds
 
     def follow(self, drafting: Sequence[Turn]) -> None:
-        """Have the drafter read what it lacks of these requests' texts, but what fits in one of its passes."""
+        """Have the drafter read what it lacks of these requests' texts, but what fits in one of its passes.
+
+        Not of requests whose trees would not have been worth their time.
+        """
         grower, rows = self.grower, self._rounds.models[0].sizes[-1]
         missing = sum([turn.length - turn.held for turn in drafting if turn.seat is not None])
         share = max(1, rows // max(1, len(drafting)) - grower.ahead)
         most = LONG if missing + grower.ahead * len(drafting) <= rows else share
-        lacking = [turn for turn in drafting if turn.seat is None or turn.length - turn.held > most]
+        lacking = []
+        for turn in drafting:
+            behind = turn.seat is None or turn.length - turn.held > most
+            turn.waits = behind and not turn.wishes
+            if behind and turn.wishes:
+                lacking.append(turn)
         if not lacking:
             return
         for turn in lacking:
@@ -52,7 +60,7 @@ class NativeSeats:
 
     def size(self, turn: Turn, gamma: int) -> TreeSize:
         """How large a request's tree may become, of which so many levels are wanted."""
-        if not gamma or turn.seat is None:
+        if not gamma or turn.seat is None or turn.waits:
             return NONE
         context, known, model = turn.context, turn.tree, self.grower.model
         chain, whole = context.params.builder == "chain", model is None or turn.length + gamma <= model.max_context
@@ -78,6 +86,10 @@ class NativeSeats:
 
     def took(self, turn: Turn, found: Committed, *, over: bool) -> None:
         """Take over what a round has committed of a request; `over`: its text has ended."""
+        if turn.size != NONE:
+            turn.wishes = found.wishes
+        if turn.seat is None:
+            return
         if turn.stream is not None:
             turn.stream.counter = found.drawn % 2**64
         if turn.held != found.held:

@@ -37,6 +37,8 @@ class Turn:
         slot: of the seat in the draft model's cache, if it has one.
         held: tokens that the draft model has read.
         ahead: see ``GrowingDrafter``.
+        wishes: a tree would have been worth its time in the last round.
+        waits: nobody has asked for a tree since the draft model was that far behind.
         stream: what candidates are drawn by; None: they are not drawn.
         text: in which its drafts are found; None: the kernels do not have it.
     """
@@ -52,6 +54,8 @@ class Turn:
     slot: int | None = None
     held: int = 0
     ahead: int = 0
+    wishes: bool = True
+    waits: bool = False
     stream: Uniforms | None = None
     text: NativeText | None = None
 

@@ -36,6 +36,7 @@ struct Nodes {
 struct Request : Tree {
   bool taken = false;
   bool grows = false, asks = false;  // its draft of this round grows here, is found in its text
+  bool wishes = false;    // what is found there leaves so much open that a tree would be worth its time
   bool seated = false;    // its trees may grow here
   Case judged{};          // its next verdict
   int64_t slot = -1;      // in the target's cache, which holds all of its tokens but the last
@@ -121,7 +122,8 @@ struct Rounds {
     }
     for (int64_t i = 0; i < count; ++i) {
       Request& own = *round[i];
-      own.grows = asked[i].extent.depth && (!own.asks || own.text->pays(own.wanted));
+      own.wishes = !own.asks || own.text->wishes(own.wanted);
+      own.grows = asked[i].extent.depth && own.wishes;
       if (!own.grows) continue;
       forest.sure |= own.asks;
       (Grown&)own = {}, own.nodes = {}, (Extent&)own.ask = asked[i].extent;
@@ -520,7 +522,7 @@ struct Rounds {
 
   // Commits one verdict, and writes for Python (see `Committed` in kernel_rounds.py), as whole numbers: how many tokens count, why the text
   // ends there, number of nodes, their depth, numbers of accepted and of refused nodes, the ending, tokens that the draft model has read, both
-  // streams, for how many accepted nodes it is said who guessed them; the tokens, the accepted and the refused nodes, these guessers, what
+  // streams, for how many accepted nodes it is said who guessed them, whether a tree would have been worth its time; the tokens, the accepted and the refused nodes, these guessers, what
   // `tell` writes. As others: the tokens' chances, the draft's of the path, and what `tell` writes.
   void write(Request& own, int64_t row, const Verdict& found, int64_t*& to, double*& real) {
     const Nodes& nodes = own.nodes;
@@ -557,7 +559,7 @@ struct Rounds {
     }
     const bool found_there = own.asks && accepted;
     for (int64_t x : {used, int64_t(ended), int64_t(nodes.tokens.size()), nodes.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
-                      own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream), found_there ? accepted : 0})
+                      own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream), found_there ? accepted : 0, int64_t(own.wishes)})
       *to++ = x;
     to = std::copy(tokens.begin(), tokens.end(), to);
     for (const auto* part : {&found.path, &found.refused}) to = std::copy(part->begin(), part->end(), to);

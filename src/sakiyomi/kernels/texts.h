@@ -98,8 +98,9 @@ struct ReadText {
     }
   }
 
-  // Whether the member that runs a model should be asked: its tokens help only where the others' first one is rejected.
-  bool pays(const Wanted& wanted) const {
+  // Whether the member that runs a model should be asked, if it is wanted: its tokens help only where the others' first one is rejected.
+  bool wishes(const Wanted& wanted) const {
+    if (!(wanted.members >> readers.size() & 1)) return false;
     if (!wanted.weighed || !shared->seconds) return true;
     double sure = 0;
     for (const Proposal& each : said) {

@@ -33,7 +33,7 @@ from sakiyomi.sampling.verifiers.native import KINDS
 logger = logging.getLogger("sakiyomi")
 OFTEN = 8  # rounds after which passes' clocks are read again
 _PASSES = 256  # as most_passes in round.h
-_HEAD = 11  # numbers before the tokens of a request, see Rounds::write in round.h
+_HEAD = 12  # numbers before the tokens of a request, see Rounds::write in round.h
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
 Places = Sequence[tuple[int | None, int]]
@@ -54,6 +54,7 @@ class Committed(NamedTuple):
         path, refused: accepted and refused nodes.
         chances: what the target gave the tokens.
         probs: what the draft gave the accepted ones.
+        wishes: a tree is worth its time beside what was found in the text.
         members: of a draft that was found in texts, and has perhaps grown, too: who guessed each accepted token.
         places: for each place in the tree that the target came to, which of its candidates it chose (-1: none), and
             their scores.
@@ -67,6 +68,7 @@ class Committed(NamedTuple):
     held: int
     stream: int
     drawn: int
+    wishes: bool
     tokens: list[int]
     path: list[int]
     refused: list[int]
@@ -242,7 +244,9 @@ class KernelRounds:
         whole, real, at, done = ints[2 : ints[0]], doubles[: ints[1]], 0, 0
         found = []
         for _ in range(count):
-            used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn, guessed = whole[at : at + _HEAD]
+            used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn, guessed, wishes = whole[
+                at : at + _HEAD
+            ]
             at += _HEAD
             path, others, guessers = at + accepted + 1, at + 2 * accepted + 1, at + 2 * accepted + 1 + refused
             end = guessers + guessed
@@ -254,7 +258,7 @@ class KernelRounds:
                 scores = real[done : done + listed] if listed > 1 else ()
                 places.append((rank, scores))
                 at, done = at + 2, done + len(scores)
-            about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn
+            about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn, bool(wishes)
             found.append(Committed._make((*about, *lists, *weights, whole[guessers:end], places)))
         return found
 
