@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import block_toys
 import eagle_toys
 from medusa_toys import new_heads
 from mtp_toys import new_toy, target_folder
-from sakiyomi import LLM, SamplingParams
+from sakiyomi import LLM, LoadError, SamplingParams
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import Throughput
 from sakiyomi.drafters.medusa_heads.formats import write_heads
@@ -26,7 +27,7 @@ from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.native_seats import NativeSeats
 from sakiyomi.kernels.build import native
-from sakiyomi.model_executor import kernel_rounds
+from sakiyomi.model_executor import build, kernel_rounds, session
 from sakiyomi.model_executor.row_layers import RowLayers
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, save_model, tiny_llama
@@ -261,6 +262,114 @@ def test_what_is_learnt_is_what_python_learns(tmp_path: Path, monkeypatch: pytes
         python, kernels_ = found
         assert len(python) > 10
         assert all(python.count(each) <= kernels_.count(each) for each in python), kind
+
+
+class Handed:
+    """Counts what requests are handed back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seats = self.rows = 0
+        inner, heard_by = NativeSeats.hand_back, kernel_rounds.KernelRounds.heard_by
+
+        def hand_back(seats: NativeSeats, turn: Any) -> None:
+            self.seats += turn.seat is not None
+            inner(seats, turn)
+
+        def heard(rounds: Any, number: int, length: int) -> Any:
+            found = heard_by(rounds, number, length)
+            self.rows += len(found)
+            return found
+
+        monkeypatch.setattr(NativeSeats, "hand_back", hand_back)
+        monkeypatch.setattr(kernel_rounds.KernelRounds, "heard_by", heard)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "block", "parallel model"])
+def test_a_request_is_seated_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = made(HEADS[kind](tmp_path / "head"))
+    handed = Handed(monkeypatch)
+    _, seen = written(llm, replace(PARAMS, max_new_tokens=100), kernels=True)
+    assert all(seen) and len(seen) > 20
+    assert handed.seats == len(PROMPTS)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "block, corrected", "parallel model"])
+@pytest.mark.parametrize("name", ["committed", "_count"])
+def test_an_interrupted_round_is_run_again(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C when the kernels have committed a round that no request has: what they heard in it is dropped."""
+    llm = made(HEADS[kind](tmp_path / "head"))
+    loop, inner, calls = llm.engine, getattr(kernel_rounds.KernelRounds, name), 0
+    expected, _ = written(llm, PARAMS, kernels=True)
+
+    def interrupted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 3, 6):
+            raise KeyboardInterrupt
+        return inner(*given)
+
+    requests = [loop.submit(prompt, PARAMS) for prompt in PROMPTS]
+    monkeypatch.setattr(kernel_rounds.KernelRounds, name, interrupted)
+    while not all(request.over for request in requests):
+        with suppress(KeyboardInterrupt):
+            loop.step()
+    assert calls > 6
+    assert [request.output for request in requests] == [each["token_ids"] for each in expected]
+    accepted = [request.stats.accepted for request in requests]
+    assert sum(accepted) >= sum(each["stats"]["accepted"] for each in expected) - 6  # of one draft of each at most
+
+
+def test_what_does_not_fit_in_a_pass_is_scored_in_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of more requests than a pass has rows for."""
+    llm = made(HEADS["block"](tmp_path / "head"))
+    expected, _ = written(llm, PARAMS, kernels=True)
+    handed, score, scored = Handed(monkeypatch), NativeRounds.score, list[bool]()
+
+    def counted(rounds: NativeRounds, *round_: Any) -> Any:
+        steps = score(rounds, *round_)
+        scored.append(steps is not None)
+        return steps
+
+    monkeypatch.setattr(NativeRounds, "score", counted)
+    monkeypatch.setattr(NativeSeats, "fits", lambda *_: False)
+    found = [out.token_ids for out in llm.generate(PROMPTS, PARAMS)]
+    assert found == [each["token_ids"] for each in expected]
+    assert all(scored) and len(scored) > 5 and not handed.seats
+
+
+def test_a_head_that_is_not_asked_reads_nothing(tmp_path: Path) -> None:
+    llm = made(HEADS["eagle"](tmp_path / "head") + "+suffix")
+    seats = llm.engine._native._seats
+    assert seats is not None
+    before = seats.grower.forward_seconds
+    done = llm.engine.complete(llm.engine.submit(prompt, PARAMS, asks=["suffix"]) for prompt in PROMPTS)
+    assert seats.grower.forward_seconds == before
+    assert {entry.source for each in done for entry in each.trace} <= {"target", "suffix"}
+
+
+def test_a_head_drafts_in_kernels_that_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are built in the background at first use: what was packed for Python is packed anew."""
+    for kind in ("eagle", "medusa", "block, corrected"):
+        with monkeypatch.context() as patch:
+            for module in (build, session):
+                patch.setattr(module, "native_at_hand", lambda: False)
+            llm = LLM((target(), TOKENIZER), HEADS[kind](tmp_path / kind), dtype="float32", max_batch=3, strict=True)
+            assert llm.engine._native._seats is None
+            llm.generate(PROMPTS, PARAMS)
+        for _ in range(3):
+            llm.wait()
+            llm.generate(PROMPTS, PARAMS)
+        _, seen = written(llm, PARAMS, kernels=True)
+        assert all(seen), kind
+
+
+def test_tables_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    file = block_toys.new_block(target(), layers=LAYERS, size=5, anchored=True, markov="vanilla")
+    file.tensors["markov_head.markov_w2.weight"] = file.tensors["markov_head.markov_w2.weight"][:8].clone()
+    with pytest.raises(LoadError, match="markov_head"):
+        LLM((target(), TOKENIZER), f"block:{block_toys.deepspec_folder(tmp_path, file)}")
 
 
 def test_layers_that_cannot_be_recorded_are_pythons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

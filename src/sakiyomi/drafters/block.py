@@ -105,7 +105,8 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
     @property
     def native(self) -> bool:
         """See ``GrowingDrafter``."""
-        return self.around.fed is not None and self.model.dtype == self.runner.target_dtype and self.around.able
+        alike = type(self) is BlockDrafter and self.model.dtype == self.runner.target_dtype
+        return alike and self.around.fed is not None and self.around.able
 
     def seats(self, contexts: Sequence[Context], most: int) -> list[_Seat | None]:
         """See ``GrowingDrafter``: keys and values of all known tokens are written."""
@@ -164,13 +165,13 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
         if seat is None:
             return None
         seat.tree = tree = self._slots.begin(context, self.name, seat.sampler, gamma)
-        tree.slot, tree.held = seat.slot, seat.known - seat.begun
+        tree.slot, tree.held, tree.lead = seat.slot, seat.known, seat.begun
         return tree
 
     def _grow(self, states: Sequence[SlotTree]) -> None:
         """The blocks of all requests are one pass."""
         self._write([tree.context.memory[self.name] for tree in states])
-        texts = [(tree.slot, tree.held, tree.context.tokens[-1]) for tree in states]
+        texts = [(tree.slot, tree.held - tree.lead, tree.context.tokens[-1]) for tree in states]
         logits, hidden = self.runner.guess(texts, max(tree.candidates.depth for tree in states))
         for row, tree in enumerate(states):
             self._grow_one(tree, logits[row], hidden[row], texts[row][2])

@@ -212,7 +212,10 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
     @property
     def native(self) -> bool:
         """See ``GrowingDrafter``."""
-        return self.around.fed is not None and self._head.model.dtype == self._head.target.dtype and self.around.able
+        kind, own = type(self), EagleDrafter
+        alike = (kind.propose, kind._begin, kind._grow) == (own.propose, own._begin, own._grow)
+        alike = alike and self._head.model.dtype == self._head.target.dtype
+        return alike and self.around.fed is not None and self.around.able
 
     def seats(self, contexts: Sequence[Context], most: int) -> list[_Seat | None]:
         """See ``GrowingDrafter``."""

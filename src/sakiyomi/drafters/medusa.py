@@ -72,7 +72,7 @@ class MedusaDrafter(OnePassDrafter):
     @property
     def native(self) -> bool:
         """See ``GrowingDrafter``: the kernels run the heads."""
-        return self.around.able
+        return type(self) is MedusaDrafter and self.around.able
 
     def plan(self, context: Context, gamma: int) -> TreePlan | None:
         """See ``GrowingDrafter``."""

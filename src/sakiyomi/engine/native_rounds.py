@@ -67,7 +67,6 @@ class NativeRounds:
         self._made_for = target.backend
         grower = drafter.grower if isinstance(drafter, MergedDrafter) else drafter
         grower = grower if isinstance(grower, GrowingDrafter) and grower.native else None
-        self._given = drafter is not None and drafter is not grower  # drafts may be given, too
         model, around = (grower.model, grower.around) if grower is not None else (None, NOTHING)
         self._rounds = KernelRounds(model, target, target.vocab_size, around=around, leaving=self._leave_all)
         self._seats = NativeSeats(grower, self._rounds) if grower is not None else None
@@ -103,9 +102,11 @@ class NativeRounds:
         if self._made_for is not self._target.backend:
             self._leave_all()
             self._make()
-        self._texts = self._texts_of(requests)
-        if self._given and self._texts is None:
-            for request in requests if self._seats is not None else ():
+        self._texts, seats = self._texts_of(requests), self._seats
+        alone = seats is not None and seats.grower is self._drafter
+        able = self._drafter is None or alone or self._texts is not None
+        if not able or (seats is not None and not seats.fits(depths)):
+            for request in requests if seats is not None else ():
                 self.end(request.id)  # its drafter is asked in Python
             return None
         return self._run(requests, depths, None, clock)
@@ -116,7 +117,7 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        if not self._given or any(request.fault is not None for request in requests):
+        if self._drafter is None or any(request.fault is not None for request in requests):
             return None
         self._texts = None
         return self._run(requests, [0] * len(requests), drafted, clock)
@@ -138,6 +139,7 @@ class NativeRounds:
         texts, grower = self._texts, self._seats.grower if self._seats is not None else None
         reads = self._looking if texts is not None else grower
         before = reads.prefill_seconds if reads is not None else 0.0
+        read = texts.members[0].prefill_seconds if texts is not None else 0.0
         done: Drafting | None = None
         try:
             asked = self._begin(requests, depths, drafted.drafts if drafted is not None else None)
@@ -157,7 +159,7 @@ class NativeRounds:
         committed = self._rounds.committed(len(requests))
         own = DraftBatch([], done.seconds, catching_up, done.passes, asked=done.passes > 0)
         if texts is not None and any(depths):
-            texts.spent(done.besides + catching_up)
+            texts.spent(done.besides + texts.members[0].prefill_seconds - read)
             if not done.passes:
                 passes = max(found.depth for found in committed)
                 own = DraftBatch([], done.besides, catching_up, passes, asked=True)
@@ -202,7 +204,8 @@ class NativeRounds:
                     return None
             turns.append(turn)
         if seats is not None and drafts is None:
-            seats.follow([turn for turn, depth in zip(turns, depths, strict=True) if depth])
+            drafting = [turn for turn, depth in zip(turns, depths, strict=True) if depth and self._asks(turn)]
+            seats.follow(drafting, max(depths))
         if drafts is not None and not self._give(requests, turns, drafts):
             return None
         if drafts is None:
@@ -214,7 +217,7 @@ class NativeRounds:
             return self._begin(requests, depths, drafts) if rounds.ready(wanted, places) else None
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
-            turn.reserve(request, target, draft, moved)
+            turn.reserve(request, target, draft, seats.grower.ahead if seats is not None else 0, moved)
         self._costs = self._tables.of([turn.size for turn in turns], seats.grower if seats is not None else None)
         return b"".join([turn.size.asked(turn.number) for turn in turns])
 
@@ -244,11 +247,15 @@ class NativeRounds:
                 return None
         return looking.texts
 
+    def _asks(self, turn: Turn) -> bool:
+        """Whether a request takes drafts of the member that grows trees."""
+        asks, seats = turn.context.asks, self._seats
+        return seats is not None and (asks is None or self._texts is None or seats.grower.name in asks)
+
     def _size(self, turn: Turn, gamma: int, batch: int) -> None:
         """Decide how large a request's draft may become."""
         context, seats = turn.context, self._seats
-        asks = seats is not None and (context.asks is None or self._texts is None or seats.grower.name in context.asks)
-        turn.size = seats.size(turn, gamma) if seats is not None and asks else NONE
+        turn.size = seats.size(turn, gamma) if seats is not None and self._asks(turn) else NONE
         text = self._texts.read(context) if gamma and self._texts is not None else None
         if text is None or self._texts is None:
             if self._texts is not None:  # a merged draft has nothing of the others

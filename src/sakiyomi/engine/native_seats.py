@@ -28,15 +28,31 @@ class NativeSeats:
     def __init__(self, grower: GrowingDrafter, rounds: KernelRounds) -> None:
         self.grower, self._rounds = grower, rounds
 
-    def follow(self, drafting: Sequence[Turn]) -> None:
+    def fits(self, depths: Sequence[int]) -> bool:
+        """Whether guesses of so many levels fit in a pass, where all come in one."""
+        grower, model = self.grower, self.grower.model
+        if not grower.one_pass or model is None:
+            return True
+        return sum([grower.rows(self._levels(depth), 1) for depth in depths if depth]) <= model.sizes[-1]
+
+    def _levels(self, depth: int) -> int:
+        """Levels of a tree of which so many are wanted, at most."""
+        return depth if self.grower.levels is None else min(depth, self.grower.levels)
+
+    def follow(self, drafting: Sequence[Turn], depth: int) -> None:
         """Have the drafter read what it lacks of these requests' texts, but what fits in one of its passes.
 
         Not of requests whose trees would not have been worth their time.
+
+        Args:
+            drafting: the requests that draft.
+            depth: levels that are wanted of their trees, at most.
         """
         grower, rows = self.grower, self._rounds.models[0].sizes[-1]
-        missing = sum([turn.length - turn.held for turn in drafting if turn.seat is not None])
-        share = max(1, rows // max(1, len(drafting)) - grower.ahead)
-        most = LONG if missing + grower.ahead * len(drafting) <= rows else share
+        more = grower.rows(self._levels(depth), 1) - 1 if grower.one_pass else 0  # beside what it lacks
+        missing = sum([turn.length - turn.held + more for turn in drafting if turn.seat is not None])
+        share = max(1, rows // max(1, len(drafting)) - more)
+        most = LONG if missing <= rows else share
         lacking = []
         for turn in drafting:
             behind = turn.seat is None or turn.length - turn.held > most
@@ -49,14 +65,15 @@ class NativeSeats:
             self.hand_back(turn)
         found = grower.seats([turn.context for turn in lacking], min(LONG, share))
         for turn, seat in zip(lacking, found, strict=True):
-            turn.seat, turn.slot, turn.seat_room = seat, None, 0
+            turn.slot, turn.seat_room = None, 0
             if seat is not None:
                 state = grower.tree(turn.context, seat)
-                turn.held, turn.ahead = state.held, grower.ahead
+                turn.held = state.held
                 if grower.model is not None:
                     turn.slot = state.slot
                 turn.stream = turn.context.noise.fork(grower.name) if state.drawn else None
                 seat_tree(self._rounds, turn.number, state)
+                turn.seat = seat
 
     def size(self, turn: Turn, gamma: int) -> TreeSize:
         """How large a request's tree may become, of which so many levels are wanted."""
@@ -104,6 +121,6 @@ class NativeSeats:
         if seat is None or self.grower.around.heard is None:
             return
         try:
-            self.grower.leave(turn.context, seat, self._rounds.heard_by(turn.number))
+            self.grower.leave(turn.context, seat, self._rounds.heard_by(turn.number, turn.length))
         except Exception as error:  # its next drafts lack what it does not know
             logger.debug("drafter %s lost hidden states: %r", self.grower.name, error)

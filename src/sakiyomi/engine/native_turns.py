@@ -35,8 +35,7 @@ class Turn:
         room, seat_room: columns that are reserved in the target's cache, and in the draft model's.
         seat: what the drafter whose trees grow there keeps of it; None: none has grown yet.
         slot: of the seat in the draft model's cache, if it has one.
-        held: tokens that the draft model has read.
-        ahead: see ``GrowingDrafter``.
+        held: tokens that the draft model has read; where it is none, or reads no text, those that it has heard of.
         wishes: a tree would have been worth its time in the last round.
         waits: nobody has asked for a tree since the draft model was that far behind.
         stream: what candidates are drawn by; None: they are not drawn.
@@ -53,14 +52,14 @@ class Turn:
     seat: Any = None
     slot: int | None = None
     held: int = 0
-    ahead: int = 0
     wishes: bool = True
     waits: bool = False
     stream: Uniforms | None = None
     text: NativeText | None = None
 
-    def reserve(self, request: Request, target: ModelRunner, draft: ModelRunner, moved: bool) -> None:
-        """Make room for a draft and some more, where there is none yet or the caches have `moved`.
+    def reserve(self, request: Request, target: ModelRunner, draft: ModelRunner, ahead: int, moved: bool) -> None:
+        """Make room for a draft, which writes so many columns `ahead` (see ``GrowingDrafter``), and some more, where
+        there is none yet or the caches have `moved`.
 
         Raises:
             MemoryLimitError: there is none.
@@ -69,8 +68,8 @@ class Turn:
             assert request.slot is not None
             self.room = self.length + self.size.nodes + AHEAD
             target.cache.reserve(request.slot, self.room)
-        if self.slot is not None and (moved or self.length + self.size.rows + self.ahead > self.seat_room):
-            self.seat_room = self.length + self.size.rows + self.ahead + AHEAD
+        if self.slot is not None and (moved or self.length + self.size.rows + ahead > self.seat_room):
+            self.seat_room = self.length + self.size.rows + ahead + AHEAD
             draft.cache.reserve(self.slot, self.seat_room)
 
 

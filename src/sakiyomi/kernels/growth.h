@@ -64,7 +64,6 @@ struct Layers {
   int64_t session = 0;            // on whose weights
   char* given = nullptr;          // where they read
   int64_t rows = 0, bytes = 0;    // most rows at once, bytes of each
-  int64_t width = 0;              // numbers of a row that they make
 
   // What they make of so many rows, which may have tokens and positions, too.
   Tensor run(const char* from, int64_t count, const int64_t* ids = nullptr, const int64_t* positions = nullptr) const {

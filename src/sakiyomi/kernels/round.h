@@ -539,7 +539,7 @@ struct Rounds {
     keep(target, own.slot, own.length() - 1, rows);
     if (forest.masks.block || !forest.model.session) {
       own.missing.assign(1, tokens.back());
-      if (own.seated && forest.masks.block) own.ask.held = own.length() + tokens.size();
+      if (own.seated) own.ask.held = own.length() + tokens.size();
     } else if (own.grows) {
       // All missing tokens were read, and nodes of the path but its end.
       const std::vector<int64_t> read = read_of(own, tokens);
@@ -619,6 +619,7 @@ int64_t sk_enter(int64_t rounds, const void* judged, int64_t slot, int64_t lengt
   own.judged = *(const Case*)judged, own.slot = slot, own.last = last;
   own.stops.assign((const int64_t*)stops, (const int64_t*)stops + count);
   own.missing.assign(1, token);
+  own.heard.clear(), own.known.clear(), own.given.clear();
   return number;
 }
 
@@ -641,13 +642,14 @@ void sk_hear(int64_t rounds, int64_t number, const void* state) {
   all.requests[number].heard.assign((const char*)state, (const char*)state + all.hears.row);
 }
 
-// What a request has heard since it was seated, which Python copies: bytes, and where they lie. Features, where some are made of it.
-int64_t sk_heard(int64_t rounds, int64_t number, const void** data) try {
+// What a request has heard since it was seated, which Python copies: bytes, where they lie, and tokens of the request. Features, where some
+// are made of it.
+int64_t sk_heard(int64_t rounds, int64_t number, const void** data, int64_t* length) try {
   Rounds& all = *(Rounds*)rounds;
   Request& own = all.requests[number];
   if (all.hears.features.program) all.make_features({&own});
   const auto& found = all.hears.features.program ? own.known : own.heard;
-  *data = found.data();
+  *data = found.data(), *length = own.length();
   return found.size();
 } catch (const std::exception&) {
   return -1;

@@ -10,7 +10,7 @@ import logging
 import struct
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -175,21 +175,36 @@ class Around(NamedTuple):
     @property
     def layers(self) -> list[RowLayers]:
         """All layers in it."""
-        fed, masks, heard = self
-        found = [fed.said] if fed is not None else []
-        found += [masks.pairs, masks.bias] if masks is not None else []
-        found += [heard.features, heard.slots] if heard is not None else []
-        return [part for part in found if part is not None]
+        return [part for part, _ in self._parts() if part is not None]
 
     @property
     def able(self) -> bool:
-        """Whether the kernels run all of them."""
-        return all(part.packed() is not None for part in self.layers)
+        """Whether the kernels run all of them, which make as much of a row as is read."""
+        parts = [(part, made) for part, made in self._parts() if part is not None]
+        return all(part.packed() is not None and (not made or part.made == made) for part, made in parts)
+
+    def within(self, width: int) -> bool:
+        """Whether all tokens that are proposed are among so many."""
+        maps = [part.tokens for part in (self.fed, self.heard) if part is not None and part.tokens is not None]
+        return all(bool(tokens.min() >= 0) and bool(tokens.max() < width) for tokens in maps)
+
+    def _parts(self) -> Iterator[tuple[RowLayers | None, int]]:
+        """All layers, and how many numbers they make of a row; 0: as they like."""
+        fed, masks, heard = self
+        vocab = fed.vocab if fed is not None else 0
+        if fed is not None:
+            yield fed.said, vocab
+        if masks is not None:
+            yield masks.pairs, 0
+            yield masks.bias, vocab
+        if heard is not None:
+            yield heard.features, fed.width if fed is not None else 0
+            yield heard.slots, heard.count * heard.vocab
 
 
 NOTHING = Around()
 _FED, _MASKS = struct.Struct("=5q"), struct.Struct("=6q")  # Fed and Masks in growth.h, up to their layers
-_NONE = bytes(48)  # no Layers
+_NONE = bytes(40)  # no Layers
 
 
 class KernelRounds:
@@ -230,7 +245,7 @@ class KernelRounds:
         self._results: tuple[Any, Any, Any] = (), (), ()
         self._logits: Tensor | None = None  # of the target's pass in the last round; None: it was run in the kernels
         self._states: tuple[Tensor, ...] = ()  # of the target's pass in the last round
-        self._since = 0
+        self._since, self._held = 0, list[Any]()
         self._feature: Tensor | None = None
 
     def __del__(self) -> None:
@@ -282,12 +297,17 @@ class KernelRounds:
         memory = (ctypes.c_char * size).from_address(self.kernels.sk_logits(self.number))
         return torch.frombuffer(memory, dtype=model.dtype).view(1, rows, model.vocab_size)
 
-    def heard_by(self, number: int) -> Tensor:
+    def heard_by(self, number: int, length: int) -> Tensor:
         """What a request has heard of the target's passes since it was seated, a row for each token: its features; of a
         head that makes none the states of the last token; of a block drafter those whose pairs are not written yet.
+
+        Args:
+            number: of the request.
+            length: tokens that were committed to it. Behind Ctrl-C the kernels may have some more, which do not count.
         """
-        place = ctypes.c_void_p()
-        size, (fed, _, heard) = self.kernels.sk_heard(self.number, number, ctypes.byref(place)), self.around
+        place, more, (fed, _, heard) = ctypes.c_void_p(), ctypes.c_int64(), self.around
+        with self.models[-1].lock:
+            size = self.kernels.sk_heard(self.number, number, ctypes.byref(place), ctypes.byref(more))
         if size < 0 or heard is None:
             raise RuntimeError("features of committed tokens cannot be made")
         width = heard.width * len(heard.layers) if fed is None or heard.features is None else fed.width
@@ -296,7 +316,8 @@ class KernelRounds:
             return torch.empty(0, width, dtype=dtype)
         assert place.value is not None
         memory = (ctypes.c_char * size).from_address(place.value)
-        return torch.frombuffer(memory, dtype=dtype).view(-1, width).clone()
+        found = torch.frombuffer(memory, dtype=dtype).view(-1, width)
+        return found[: max(0, len(found) - (more.value - length))].clone()
 
     def _last_pass(self) -> int:
         """The last round's last pass, as the kernels name it."""
@@ -336,9 +357,9 @@ class KernelRounds:
         found = [_proven(*each) for each in zip(self.models, rows, places, strict=True)]
         if found[-1] and not found[0]:
             self.models[0].record()  # a draft that is seldom asked; its passes are compared in the next round
-        if not all(found) or not all(part.packed() for part in self._layers):
+        self._leaving()  # before layers are made anew, which the old object runs
+        if not all(found) or not self.around.able or not self.around.within(self._width):
             return False
-        self._leaving()
         self.generation += 1  # if what follows is interrupted, nobody uses the old object
         self._made_for = []
         self.__del__()
@@ -364,7 +385,7 @@ class KernelRounds:
         self.number = kernels.sk_rounds(tables[1], tables[0], *self._results)
         self._feed()
         self._rows = [_compared(model, count) for model, count in zip(self.models, rows, strict=True)]
-        self._made_for = self._versions()
+        self._made_for, self._held = self._versions(), [part.held for part in self._layers]
         return True
 
     def _versions(self) -> list[Any]:
@@ -413,7 +434,8 @@ class KernelRounds:
         held: list[Tensor] = []
         fresh: set[int] = set()
         self._states, self._logits = (), None
-        with self.models[0].lock, self.models[-1].lock:
+        beside = self._layers[0].host.lock if self._layers else self.models[0].lock
+        with self.models[0].lock, self.models[-1].lock, beside:
             code = kernels.sk_round(self.number, count, asked, level, scored)
             while code > 0:
                 replay, ids, positions = self._passes[code]

@@ -24,7 +24,7 @@ from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.trace import trace
 
 logger = logging.getLogger("sakiyomi")
-_LAYERS = struct.Struct("=6q")  # Layers in growth.h
+_LAYERS = struct.Struct("=5q")  # Layers in growth.h
 _ROWS = 256  # most rows at once
 _TRIED = (8, 1, 3)  # rows of the recording, and of its comparisons
 
@@ -40,10 +40,19 @@ class RowLayers:
         host: on whose kernels they run.
         width: of a row that they read.
         compute: they.
+
+    Attributes:
+        host: see above.
+        made: numbers of a row that they make; 0: they are not recorded.
+        held: what the kernels use of them, as long as somebody has ``packed``.
     """
+
+    made = 0
+    held: Any
 
     def __init__(self, host: ModelRunner, width: int, compute: Compute) -> None:
         self._host, self._width, self._compute = host, width, compute
+        self.host, self.held = host, None
         self._program: Program | None = None
         self._made_for: object = None
         self._packed: bytes | None = None
@@ -74,9 +83,9 @@ class RowLayers:
         except Exception as error:  # of any kind: Python runs these layers
             logger.info("layers beside a model cannot be recorded: %s", " ".join(str(error).split())[:300])
             return None
-        self._given, self._program = given, program
+        self._program, self.made, self.held = program, program.rows[0][0], (given, program, host.backend)
         about = program.number, host.backend.session, given.data_ptr(), _ROWS, given[0].nbytes
-        return _LAYERS.pack(*about, program.rows[0][0])
+        return _LAYERS.pack(*about)
 
     def _recorded(self) -> tuple[Tensor, Program]:
         """The program, and where it reads rows. It makes the same bits as the layers, of other row counts, too.
@@ -95,12 +104,12 @@ class RowLayers:
         for rows in _TRIED:
             ids, positions = torch.arange(2, 2 + rows)[None], torch.arange(rows)[None]
             host.begin(BatchPlan([]), rows)
+            expected = forward(ids, positions)  # before a trace: layers may be packed anew
             if program is None:
+                host.begin(BatchPlan([]), rows)
                 graph = trace(forward, ids, positions).graph
                 outputs = [leaf.type() for value in graph.outputs() for leaf in leaves(value)]
                 program = Program(graph, [], [(found.sizes()[-1], found.dtype()) for found in outputs])
-                host.begin(BatchPlan([]), rows)
-            expected = forward(ids, positions)
             host.begin(BatchPlan([]), rows)
             made = program(ids, positions)
             if not all(map(torch.equal, (made[0], *made[1]), expected)):

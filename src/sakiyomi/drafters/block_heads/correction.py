@@ -29,13 +29,14 @@ class Corrections:
 
     Args:
         file: of the drafter.
+        known: tokens whose logits are corrected.
         device, dtype: of the weights.
 
     Raises:
         LoadError: tensors are missing, or have other shapes.
     """
 
-    def __init__(self, file: BlockFile, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, file: BlockFile, known: int, device: torch.device, dtype: torch.dtype) -> None:
         self.kind, self._width = file.options.markov, file.tensors["hidden_norm.weight"].shape[0]
         own = {name: tensor.to(device, dtype) for name, tensor in file.tensors.items() if "_head." in name}
         own.pop("lm_head.weight", None)
@@ -45,9 +46,10 @@ class Corrections:
         mix = _linear(own, "markov_head." + {"gated": "gate_proj", "rnn": "joint_proj"}.get(self.kind, "none"))
         confidence = _linear(own, "confidence_head.proj")
         found = (None if self._after is None else self._after.shape[1], _width(mix), _width(confidence))
+        others = self._after is not None and len(self._after) != known
         mixed = {"gated": self._width + self.rank, "rnn": self._width + 2 * self.rank}.get(self.kind)
         sure = (self._width, self._width + self.rank) if file.options.confident else (None,)
-        if own or found[:2] != (self.rank if self.kind else None, mixed) or found[2] not in sure:
+        if own or others or found[:2] != (self.rank if self.kind else None, mixed) or found[2] not in sure:
             raise LoadError(
                 f"the tensors markov_head.* and confidence_head.* of {file.name} do not fit its config.json; get it "
                 "again"

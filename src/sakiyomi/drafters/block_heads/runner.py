@@ -82,7 +82,8 @@ class BlockRunner(Beside):
         self._own_head = "lm_head.weight" in file.tensors
         self.corrections: Corrections | Selector | None = None
         if self.options.markov or self.options.confident:
-            self.corrections = Corrections(file, model.device, model.dtype)
+            known = len(file.tensors["lm_head.weight"]) if self._own_head else target.vocab_size
+            self.corrections = Corrections(file, known, model.device, model.dtype)
         elif self.options.selected:
             self.corrections = Selector(file, model.device, model.dtype)
         for layer in model.module.model.layers if self.options.kernel else ():

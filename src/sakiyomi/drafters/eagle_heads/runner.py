@@ -172,9 +172,11 @@ class SharedHead(FeatureHead):
         begins = [not (part.length or row) for part in segments for row in range(len(part.tokens))]
         with self.model.lock:
             self._given[: len(inputs)] = inputs
-            if self.blank and any(begins):
-                self._kept[: len(inputs)][begins] = 0
-            states = self.model.score(segments, last=last).features[HEAD]
-            if self.blank:
-                self._kept.fill_(1)
+            try:
+                if self.blank and any(begins):
+                    self._kept[: len(inputs)][begins] = 0
+                states = self.model.score(segments, last=last).features[HEAD]
+            finally:
+                if self.blank:
+                    self._kept.fill_(1)
         return target_logits(self.target, states), states

@@ -72,6 +72,7 @@ def check_heads(heads: MedusaHeads, hidden_size: int, vocab_size: int, name: str
     guessed = int(heads.token_map.max()) + 1 if heads.token_map is not None else shape.vocab_size or 0
     # Vocabularies that differ by more than padding are not the same.
     strange = guessed > vocab_size or (not some and guessed + PADDING < vocab_size)
+    strange = strange or (heads.token_map is not None and int(heads.token_map.min()) < 0)
     if shape.hidden_size != hidden_size or (shape.own and strange):
         raise UnsupportedError(
             f"the heads in {name} read {shape.hidden_size} values"
