@@ -163,7 +163,7 @@ def test_corrections_are_those_of_speculators(kind: str) -> None:
     trust = definitions.ConfidenceHead(width + RANK)
     trust.load_state_dict({n: file.tensors[f"confidence_head.{n}"] for n in ("proj.weight", "proj.bias")})
     hidden, logits = torch.randn(5, width), torch.randn(5, VOCAB)
-    correct = Corrections(file, torch.device("cpu"), torch.float32).begin(logits, hidden)
+    correct = Corrections(file, logits.shape[-1], torch.device("cpu"), torch.float32).begin(logits, hidden)
     parents = [-1, 0, 1, 2]
     with torch.no_grad():
         found = [correct(level, [level - 1], torch.tensor([TEXT[level]]), parents) for level in range(5)]
