@@ -64,7 +64,7 @@ class NativeRounds:
     def _make(self) -> None:
         """Find out what the kernels do of a draft: as long as they are not there, nothing."""
         drafter, target = self._drafter, self._target
-        self._made_for = target.backend
+        self._made_for = self._backend()
         grower = drafter.grower if isinstance(drafter, MergedDrafter) else drafter
         grower = grower if isinstance(grower, GrowingDrafter) and grower.native else None
         model, around = (grower.model, grower.around) if grower is not None else (None, NOTHING)
@@ -72,6 +72,10 @@ class NativeRounds:
         self._seats = NativeSeats(grower, self._rounds) if grower is not None else None
         self._least = [1] * len(self._rounds.models)
         self._generation = 0  # of the rounds that know the turns
+
+    def _backend(self) -> Any:
+        """That of the target, if the kernels may run its passes; None: they may not."""
+        return self._target.backend if self._target.describable() else None
 
     def end(self, request: int) -> None:
         """The kernels no longer run a request's rounds: it is over, or has changed, or its next round is Python's."""
@@ -99,7 +103,7 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, drafts are Python's.
         """
-        if self._made_for is not self._target.backend:
+        if self._made_for is not self._backend():
             self._leave_all()
             self._make()
         self._texts, seats = self._texts_of(requests), self._seats
