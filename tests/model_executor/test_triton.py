@@ -234,8 +234,8 @@ def test_rounds_run_in_native_code(monkeypatch: pytest.MonkeyPatch, draft: str) 
     rounds: list[int] = []
     run = KernelRounds.run
 
-    def note(self: KernelRounds, *asked: Any) -> Drafting | None:
-        found = run(self, *asked)
+    def note(self: KernelRounds, *asked: Any, **how: Any) -> Drafting | None:
+        found = run(self, *asked, **how)
         if found is not None and self._target is None:
             grown.append(found.passes)
         elif found is not None:

@@ -144,6 +144,8 @@ class NativeTrees:
                 return None
             sizes.append(size)
         rounds, first = self._rounds, states[0] if states else None
+        if not self._model.describable():
+            return None
         missing, width = sum([state.first - state.held for state in states]), sum([size.width for size in sizes])
         # A level is hardly ever as wide as it may be: one that is wider than the largest pass grows in Python.
         wanted = max(missing, min(width, self._model.sizes[-1]))

@@ -70,8 +70,7 @@ class NativeRounds:
         model, around = (grower.model, grower.around) if grower is not None else (None, NOTHING)
         self._rounds = KernelRounds(model, target, target.vocab_size, around=around, leaving=self._leave_all)
         self._seats = NativeSeats(grower, self._rounds) if grower is not None else None
-        self._least = [1] * len(self._rounds.models)
-        self._generation = 0  # of the rounds that know the turns
+        self._least, self._generation = [1] * len(self._rounds.models), 0  # the latter: of rounds that know the turns
 
     def _backend(self) -> Any:
         """That of the target, if the kernels may run its passes; None: they may not."""
@@ -165,8 +164,7 @@ class NativeRounds:
         if texts is not None and any(depths):
             texts.spent(done.besides + texts.members[0].prefill_seconds - read)
             if not done.passes:
-                passes = max(found.depth for found in committed)
-                own = DraftBatch([], done.besides, catching_up, passes, asked=True)
+                own = DraftBatch([], done.besides, catching_up, max(found.depth for found in committed), asked=True)
         clock.scored(requests, drafted or own)
         return self._take(requests, committed, drafted, clock)
 

@@ -392,7 +392,7 @@ struct Forest {
       const Ask& ask = tree.ask;
       const int64_t rows = rows_of(tree), done = tree.begun() ? tree.rows.size() : 0;
       if (!rows) continue;
-      const int64_t length = (tree.begun() ? ask.first + done : ask.first - (int64_t)tree.missing.size()) - ask.lead;
+      const int64_t length = (tree.begun() ? ask.first + done : masks.block ? ask.first - 1 : ask.held) - ask.lead;
       table.insert(table.end(), {ask.slot, rows, length, done});
       if (fed.given) feed(tree, given);
       if (!tree.begun()) {
