@@ -194,7 +194,7 @@ def test_a_row_count_that_a_recording_does_not_serve_gets_its_own(
 ) -> None:
     model = tiny_llama(vocab=VOCAB)
     traced, expected = build_runner(model, compile="auto"), passes(build_runner(model, compile=False))
-    made = recorded_passes._program
+    made = recorded_passes.program_of
 
     def narrow(graph: Any) -> Any:
         program, rows = made(graph), next(graph.inputs()).type().sizes()[1]
@@ -209,7 +209,7 @@ def test_a_row_count_that_a_recording_does_not_serve_gets_its_own(
 
         return replay
 
-    monkeypatch.setattr(recorded_passes, "_program", narrow)
+    monkeypatch.setattr(recorded_passes, "program_of", narrow)
     traced.record()
     assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
     assert isinstance(traced.recorder, RecordedPasses) and not traced.recorder.failed

@@ -434,6 +434,7 @@ class KernelRounds:
         held: list[Tensor] = []
         fresh: set[int] = set()
         self._states, self._logits = (), None
+        # Layers are a model's of the two, or the target's where trees grow alone.
         beside = self._layers[0].host.lock if self._layers else self.models[0].lock
         with self.models[0].lock, self.models[-1].lock, beside:
             code = kernels.sk_round(self.number, count, asked, level, scored)

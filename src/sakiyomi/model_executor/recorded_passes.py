@@ -94,7 +94,7 @@ class RecordedPasses:
         ids = torch.zeros(1, rows, dtype=torch.int64)
         begin(BatchPlan([]), rows)
         try:
-            self._made[rows] = _program(trace(self._forward, ids, ids.clone()).graph)
+            self._made[rows] = program_of(trace(self._forward, ids, ids.clone()).graph)
         except Exception as error:  # of any kind: the eager path still works
             self._fail(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
 
@@ -131,8 +131,12 @@ class RecordedPasses:
         logger.info("passes cannot be recorded and run eagerly: %s", " ".join(why.split())[:300])
 
 
-def _program(graph: Any) -> Program:
-    """A traced pass as a program."""
+def program_of(graph: Any) -> Program:
+    """A traced pass as a program.
+
+    Raises:
+        UnsupportedError: it cannot be one.
+    """
     outputs = [leaf.type() for value in graph.outputs() for leaf in leaves(value)]
     if not all(found.sizes() for found in outputs):
         raise UnsupportedError("an output of the pass has no fixed width")

@@ -19,7 +19,7 @@ from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import loaded
 from sakiyomi.kernels.native import HALF
 from sakiyomi.model_executor.program import Program
-from sakiyomi.model_executor.program_steps import leaves
+from sakiyomi.model_executor.recorded_passes import program_of
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.trace import trace
 
@@ -51,8 +51,8 @@ class RowLayers:
     held: Any
 
     def __init__(self, host: ModelRunner, width: int, compute: Compute) -> None:
-        self._host, self._width, self._compute = host, width, compute
-        self.host, self.held = host, None
+        self.host, self._width, self._compute = host, width, compute
+        self.held = None
         self._program: Program | None = None
         self._made_for: object = None
         self._packed: bytes | None = None
@@ -60,7 +60,7 @@ class RowLayers:
     @property
     def version(self) -> object:
         """Changes when the model's kernels do: what ``packed`` has given is no longer right then."""
-        return self._host.weights.generation, self._host.backend
+        return self.host.weights.generation, self.host.backend
 
     def reach(self, positions: int) -> None:
         """Be ready for rows of so many positions."""
@@ -74,7 +74,7 @@ class RowLayers:
         return self._packed
 
     def _make(self) -> bytes | None:
-        host = self._host
+        host = self.host
         if loaded() is None or host.backend.session is None or host.device.type != "cpu" or host.dtype not in HALF:
             return None
         try:
@@ -93,7 +93,7 @@ class RowLayers:
         Raises:
             UnsupportedError: it does not.
         """
-        host = self._host
+        host = self.host
         given = torch.linspace(-1, 1, _ROWS * self._width).to(host.dtype).view(_ROWS, self._width)
 
         def forward(ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
@@ -107,9 +107,7 @@ class RowLayers:
             expected = forward(ids, positions)  # before a trace: layers may be packed anew
             if program is None:
                 host.begin(BatchPlan([]), rows)
-                graph = trace(forward, ids, positions).graph
-                outputs = [leaf.type() for value in graph.outputs() for leaf in leaves(value)]
-                program = Program(graph, [], [(found.sizes()[-1], found.dtype()) for found in outputs])
+                program = program_of(trace(forward, ids, positions).graph)
             host.begin(BatchPlan([]), rows)
             made = program(ids, positions)
             if not all(map(torch.equal, (made[0], *made[1]), expected)):

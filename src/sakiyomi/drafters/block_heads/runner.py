@@ -80,26 +80,25 @@ class BlockRunner(Beside):
         self._norms.append(_norm_of(torch.ones_like(self._key_norms[0]), eps))
         self._angles: tuple[Tensor, Tensor] | None = None  # by position
         self._own_head = "lm_head.weight" in file.tensors
+        self._known = len(file.tensors["lm_head.weight"]) if self._own_head else target.vocab_size  # tokens
         self.corrections: Corrections | Selector | None = None
         if self.options.markov or self.options.confident:
-            known = len(file.tensors["lm_head.weight"]) if self._own_head else target.vocab_size
-            self.corrections = Corrections(file, known, model.device, model.dtype)
+            self.corrections = Corrections(file, self._known, model.device, model.dtype)
         elif self.options.selected:
             self.corrections = Selector(file, model.device, model.dtype)
         for layer in model.module.model.layers if self.options.kernel else ():
             layer.live.fill_(True)
         self._prepare()
-        self.around = self._around(file)
+        self.around = self._around()
 
-    def _around(self, file: BlockFile) -> Around:
+    def _around(self) -> Around:
         options, model, target, corrections = self.options, self.model, self._target, self.corrections
         by_rows = isinstance(corrections, Corrections) and corrections.by_rows
         finished = self._own_head and (options.logit_scale != 1 or options.softcap)
         if (corrections is not None and not by_rows) or finished or model.device.type != "cpu":
             return Around()
-        width, states = self._key_width(file), len(options.layers)
+        width, states = self._fc.shape[0], len(options.layers)
         each = self._fc.shape[1] // states
-        known = len(file.tensors["lm_head.weight"]) if self._own_head else target.vocab_size
         tokens = None if self._tokens is None else self._tokens.to("cpu", torch.int64).contiguous()
 
         def said(rows: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
@@ -126,13 +125,10 @@ class BlockRunner(Beside):
             bias=None if corrections is None else RowLayers(model, width, bias),
             rated=rated,
         )
-        fed = FedRows(width, None, HEAD, known, tokens, None if self._own_head else RowLayers(target, width, said))
+        fed = FedRows(
+            width, None, HEAD, self._known, tokens, None if self._own_head else RowLayers(target, width, said)
+        )
         return Around(fed, masks, HeardStates(options.layers, each))
-
-    @staticmethod
-    def _key_width(file: BlockFile) -> int:
-        """Width of its hidden states."""
-        return int(file.tensors["hidden_norm.weight"].shape[0])
 
     def _pack(self, tables: PackedWeights | None) -> None:
         if tables is not None:
