@@ -128,9 +128,7 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
     def plan(self, context: Context, gamma: int) -> TreePlan | None:
         """See ``GrowingDrafter``."""
         whole = len(context.tokens) + self.runner.options.size
-        masks = self.around.masks
-        if masks is not None and masks.pairs is not None:
-            masks.pairs.reach(whole)
+        self._reach(whole)
         return super().plan(context, gamma) if whole <= self.model.max_context else None
 
     def tree(self, context: Context, seat: _Seat) -> SlotTree:
@@ -151,9 +149,13 @@ class BlockDrafter(SeatDrafter[_Seat], OnePassDrafter):
     def follow(self, context: Context, seat: _Seat, held: int) -> None:
         """See ``GrowingDrafter``."""
         seat.known = held - 1
+        self._reach(held + AHEAD)
+
+    def _reach(self, positions: int) -> None:
+        """Have the kernels be ready for so many positions."""
         masks = self.around.masks
         if masks is not None and masks.pairs is not None:
-            masks.pairs.reach(held + AHEAD)
+            masks.pairs.reach(positions)
 
     def leave(self, context: Context, seat: _Seat, heard: Tensor) -> None:
         """See ``GrowingDrafter``: what was heard is not written yet."""

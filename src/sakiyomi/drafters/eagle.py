@@ -244,10 +244,6 @@ class EagleDrafter(SeatDrafter[_Seat], TreeDrafter):
         seat: _Seat | None = context.memory.get(self.name)
         return (None, 0) if seat is None else (seat.slot, max(0, seat.held - seat.begun - 1))
 
-    def rows(self, depth: int, missing: int) -> int:
-        """See ``GrowingDrafter``."""
-        return missing + depth - 1 if self.one_pass else missing
-
     def follow(self, context: Context, seat: _Seat, held: int) -> None:
         """See ``GrowingDrafter``."""
         seat.held = held

@@ -143,10 +143,6 @@ class ModelDrafter(TreeDrafter):
         assert state is not None
         return state
 
-    def rows(self, depth: int, missing: int) -> int:
-        """See ``GrowingDrafter``."""
-        return missing + depth - 1 if self.one_pass else missing
-
     def follow(self, context: Context, seat: Seat, held: int) -> None:
         """See ``GrowingDrafter``."""
         seat.held += context.tokens[len(seat.held) : held]

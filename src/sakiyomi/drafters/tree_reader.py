@@ -323,6 +323,10 @@ class TreeDrafter(GrowingDrafter):
         """See ``GrowingDrafter``."""
         return self.reader.plan(context, gamma)
 
+    def rows(self, depth: int, missing: int) -> int:
+        """See ``GrowingDrafter``."""
+        return missing + depth - 1 if self.one_pass else missing
+
     def learn(self, context: Context, places: Sequence[tuple[int, Sequence[float]]]) -> None:
         """See ``GrowingDrafter``."""
         self.reader.learn(context.rule, places)
