@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ WARPS: dict[str, dict[str, Any]] = {
     "top-k": {"temperature": 1.2, "top_k": 9},
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "all": {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+    "edits": {"temperature": 0.8, "repetition_penalty": 1.3, "logit_bias": {3: 1.5, 6: -torch.inf}, "bad_words": [[2]]},
 }
 
 
@@ -73,7 +75,9 @@ def test_verdicts_are_those_of_python(rule: str, warp: str, vocab: int) -> None:
     torch.manual_seed(vocab)
     choices = random.Random(f"{rule} {warp} {vocab}")
     verifier = VERIFIERS[rule]
-    sampler = Sampler(SamplingParams() if rule == "greedy" else SamplingParams(**WARPS[warp]), vocab)
+    given = SamplingParams(**WARPS[warp])
+    given = replace(SamplingParams() if warp != "edits" else given, temperature=0.0) if rule == "greedy" else given
+    sampler = Sampler(given, vocab)
     kinds: Sequence[DraftKind] = ["chain"] if rule == "block" else sorted(DRAFT_KINDS)
     dtype = torch.bfloat16 if warp == "all" else torch.float32
     accepted = refused = 0
@@ -85,15 +89,16 @@ def test_verdicts_are_those_of_python(rule: str, warp: str, vocab: int) -> None:
         together = torch.cat([*rows, logits[:1]]).to(dtype)
         cases, expected, first = [], [], 0
         for number, draft in enumerate(drafts):
-            own = RequestNoise(turn, number)
+            own, text = RequestNoise(turn, number), [(7 * turn + 3 * i) % vocab for i in range(5 + number)]
             part = together[first : first + len(draft) + 1]
-            verdict = verifier.verify(draft, view := Rows(part, sampler, 5 + number), own)
+            verdict = verifier.verify(draft, view := Rows(part, sampler, 5 + number, draft.tree, text), own)
             places = [0, *(node + 1 for node in verdict.path)]
             tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
             chance = view.chance if rule == "greedy" else lambda place, token, view=view: float(view.row(place)[token])
             chances = [chance(place, token) for place, token in zip(places, tokens, strict=True)]
             expected.append((verdict, own.counter, chances))
-            cases.append(Case(draft, first, 5 + number, verifier, sampler, RequestNoise(turn, number)))
+            noise = RequestNoise(turn, number)
+            cases.append(Case(draft, first, 5 + number, verifier, Sampler(given, vocab), noise, text))
             first += len(draft) + 1
         for case, verdict, (wanted, counter, chances) in zip(cases, verify_all(cases, together), expected, strict=True):
             assert verdict is not None
@@ -121,7 +126,8 @@ def test_what_only_python_judges_is_left_to_it() -> None:
     assert judged() is not None
     assert judged(verifier=VERIFIERS["typical"]) is None
     assert judged(verifier=VERIFIERS["traversal"]) is None
-    assert judged(sampler=Sampler(SamplingParams(temperature=0.8, repetition_penalty=1.1), 50)) is None
+    assert judged(sampler=Sampler(SamplingParams(temperature=0.8, repetition_penalty=1.1), 51)) is None
+    assert judged(sampler=Sampler(SamplingParams(temperature=0.8, logits_processors=[lambda *_: None]), 50)) is None
     assert judged(sampler=Sampler(SamplingParams(), 50)) is None  # a rule for distributions, of one-hot rows
     assert judged(draft=Draft.chain([3], "d", torch.full((1, 51), 1 / 51))) is None
     assert judged(logits.double()) is None

@@ -42,10 +42,16 @@ def cases(parts: Sequence[Part]) -> list[Case]:
     """What is to be verified, by rows of the pass: one behind the last token, one behind each node."""
     found, row = [], 0
     for request, draft, _ in parts:
-        context = request.context
-        found.append(Case(draft, row, len(context.tokens), request.verifier, request.sampler, context.noise))
+        found.append(case_of(request, draft, row))
         row += len(draft.tree.tokens) + 1
     return found
+
+
+def case_of(request: Request, draft: Draft, row: int = 0) -> Case:
+    """A request's draft as it is verified, from this row of logits on."""
+    context = request.context
+    tokens = context.tokens
+    return Case(draft, row, len(tokens), request.verifier, request.sampler, context.noise, tokens)
 
 
 def make_room(parts: Sequence[Part], cache: SlotCache, steps: list[Step]) -> list[Part]:

@@ -188,10 +188,10 @@ class Engine:
                 requests = [r for r in requests if r.id not in fresh]
             if requests:
                 clock = RoundClock(self.target)
-                depths = self._speculation.depths(requests)
-                native = self._native.run(requests, depths, clock)  # all of it in the kernels
+                depths, known = self._speculation.depths(requests), self._speculation.known(requests)
+                native = None if known else self._native.run(requests, depths, clock)  # all of it in the kernels
                 if native is None:
-                    drafted = self._speculation.propose(requests, depths)  # draft
+                    drafted = self._speculation.propose(requests, depths, known)  # draft
                     native = self._native.score(requests, drafted, clock)  # the rest in the kernels
                 if native is not None:
                     self._retire()

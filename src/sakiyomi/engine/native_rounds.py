@@ -120,7 +120,8 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        if self._drafter is None or any(request.fault is not None for request in requests):
+        plain = self._drafter is None and not drafted.repeats  # `run` has tried
+        if plain or any(request.fault is not None for request in requests):
             return None
         self._texts = None
         return self._run(requests, [0] * len(requests), drafted, clock)
@@ -154,6 +155,8 @@ class NativeRounds:
         catching_up = reads.prefill_seconds - before if reads is not None else 0.0
         if done is None:  # no request knows of it
             for request in requests:
+                if request.sampler.edits:
+                    request.sampler.native_edits.raise_interrupt()
                 request.stats.prefill_seconds += catching_up
                 self.end(request.id)
             return None
@@ -204,6 +207,8 @@ class NativeRounds:
                 turn = self._enter(request)
                 if turn is None:
                     return None
+            if request.sampler.edits:
+                request.sampler.native_edits.follow(request.context.tokens)
             turns.append(turn)
         if seats is not None and drafts is None:
             drafting = [turn for turn, depth in zip(turns, depths, strict=True) if depth and self._asks(turn)]
@@ -244,8 +249,7 @@ class NativeRounds:
             return None
         kind = looking.texts.kind
         for request in requests:
-            known = request.repeats or request.sampler.forced is not None or request.fault is not None
-            if known or kind not in request.verifier.takes or watched(request):
+            if request.fault is not None or kind not in request.verifier.takes or watched(request):
                 return None
         return looking.texts
 

@@ -13,10 +13,11 @@ from sakiyomi.drafters.native_texts import NativeText, doubles
 from sakiyomi.drafters.native_trees import TreeSize, level_seconds
 from sakiyomi.drafters.tree_reader import GrowingDrafter, TreeDrafter
 from sakiyomi.drafters.trees import BUILDERS
+from sakiyomi.engine.batch import case_of
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
-from sakiyomi.sampling.verifiers.native import Case, pack_case
+from sakiyomi.sampling.verifiers.native import pack_case
 
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
 NONE = TreeSize.none()
@@ -98,9 +99,7 @@ class PassTables:
 
 def pack_draft(request: Request, draft: Draft, width: int, numbers: list[int]) -> bytes:
     """A draft and how it is judged, see ``pack_case``."""
-    context = request.context
-    case = Case(draft, 0, len(context.tokens), request.verifier, request.sampler, context.noise)
-    return pack_case(case, width, numbers)
+    return pack_case(case_of(request, draft), width, numbers)
 
 
 def watched(request: Request) -> bool:
@@ -118,8 +117,20 @@ def judged(request: Request, drafter: GrowingDrafter | None, target: ModelRunner
     if watched(request):
         return b""
     if drafter is not None:
+        if request.sampler.edits and not _of_all_tokens(drafter, target.vocab_size):
+            return b""
         keeps = target.backend.keeps and (drafter.model is None or drafter.model.backend.keeps)
         keep = params.builder == "chain" or keeps
         if not keep or BUILDERS[params.builder](params, lambda: RANKS).shape(1, 1) is None:
             return b""
     return pack_draft(request, Draft.empty(), target.vocab_size, [])
+
+
+def _of_all_tokens(drafter: GrowingDrafter, width: int) -> bool:
+    """Whether rows that candidates are found in are of a target's tokens, and of one place each: options that change
+    rows change these, too.
+    """
+    fed, masks, _ = drafter.around
+    if drafter.model is None or masks is not None:
+        return False
+    return drafter.model.vocab_size >= width if fed is None else fed.tokens is None and fed.vocab >= width

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -184,17 +184,28 @@ class SpeculationController:
             return True
         return batch * len(request.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
 
-    def propose(self, requests: Sequence[Request], depths: Sequence[int]) -> DraftBatch:
+    def known(self, requests: Sequence[Request]) -> dict[int, Draft]:
+        """Drafts of requests whose next tokens are known without a drafter, by their places: of a given text, or forced
+        by a grammar.
+        """
+        found = {}
+        for i, request in enumerate(requests):
+            if request.sampler.forced is not None or (request.context.given and request.repeats):
+                draft = self._known(request)
+                if draft is not None:
+                    found[i] = draft
+        return found
+
+    def propose(self, requests: Sequence[Request], depths: Sequence[int], known: Mapping[int, Draft]) -> DraftBatch:
         """Drafts for a round.
 
         Args:
             requests: of the round.
-            depths: see ``depths``. A request whose next tokens are known without a drafter, from a given text or by a
-                grammar, has them as its draft.
+            depths: see ``depths``.
+            known: see ``known``: for these the drafter is not asked.
         """
         drafter, drafted = self.drafter, DraftBatch([Draft.empty()] * len(requests))
-        known = [self._known(request) for request in requests]
-        depths = [depth if draft is None else 0 for draft, depth in zip(known, depths, strict=True)]
+        depths = [0 if i in known else depth for i, depth in enumerate(depths)]
         if drafter is not None and any(depths):
             seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
             drafts = self._propose(drafter, requests, depths)
@@ -202,18 +213,15 @@ class SpeculationController:
             catching_up = drafter.prefill_seconds - catching_up
             seconds = drafter.forward_seconds - seconds - catching_up
             drafted = DraftBatch(drafts, seconds, catching_up, passes, asked=True)
-        if all(draft is None for draft in known):
+        if not known:
             return drafted
-        drafts = [other if draft is None else draft for draft, other in zip(known, drafted.drafts, strict=True)]
-        return drafted._replace(drafts=drafts, repeats=True)
+        return drafted._replace(drafts=[known.get(i, draft) for i, draft in enumerate(drafted.drafts)], repeats=True)
 
     def _known(self, request: Request) -> Draft | None:
         """The next tokens of a given text, as many as the largest size of a tested pass has rows for, or those that a
         grammar forces; None: the drafter is asked.
         """
         forced = request.sampler.forced
-        if forced is None and not request.repeats:
-            return None
         most = max(0, min(_room(request), self.target.sizes[-1] - 1))
         if request.repeats:
             begun = len(request.output)

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "edits.h"
 #include "noise.h"
 #include "program.h"
 #include "row.h"
@@ -56,7 +57,9 @@ struct Root {
   float* probs;                // (rows + 1, V of the target): distributions that candidates are drawn from, by place; else null
 };
 
-struct Ask : Extent, Root {};
+struct Ask : Extent, Root {
+  const Edits* edits = nullptr;  // of rows that candidates are found in; null: none
+};
 
 // Layers beside a model: each of their rows reads a row of the same place. As model_executor/row_layers.py packs them.
 struct Layers {
@@ -133,6 +136,14 @@ struct Tree : Grown {
 
   // The children of a place in a fixed shape; a place is the last committed token (-1) or a candidate.
   const int64_t* children(int64_t place) const { return ask.children + (place < 0 ? 0 : nodes[place]); }
+
+  // The tokens that lead to a place.
+  std::vector<int64_t> path(int64_t place) const {
+    std::vector<int64_t> found;
+    for (; place >= 0; place = parents[place]) found.push_back(tokens[place]);
+    std::reverse(found.begin(), found.end());
+    return found;
+  }
 
   int64_t siblings(int64_t place) const { return ask.shape == fixed_shape ? children(place)[1] - children(place)[0] : ask.siblings; }
 };
@@ -475,13 +486,19 @@ struct Forest {
     const Vocabulary words = vocabulary();
     const int64_t n = words.reach();
     const bool later = kept && !sure;
+    auto list = [&](Job& job, const auto* row, bool later) {
+      const Tree& tree = *job.tree;
+      job.right = words.list(tree.ask, row, tree.siblings(job.place.candidate), job.first, tree.levels - 1, job.table, later, job.place);
+    };
     parallel_for(0, jobs.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        Job& job = jobs[i];
-        const Tree& tree = *job.tree;
-        job.right = words.list(tree.ask, job.row, tree.siblings(job.place.candidate), job.first, tree.levels - 1, job.table, later, job.place);
-      }
+      for (int64_t i = begin; i < end; ++i)
+        if (!jobs[i].tree->ask.edits) list(jobs[i], jobs[i].row, later);
     });
+    for (Job& job : jobs)  // Python is called in its own thread
+      if (const Edits* edits = job.tree->ask.edits) {
+        check(!words.tokens && words.own >= width, "rows of another vocabulary");
+        if (edits->apply(job.row, width, job.tree->path(job.place.candidate))) list(job, edits->row, false);
+      }
     std::vector<size_t> begins;  // of the jobs of each tree that is drawn
     for (size_t i = 0; i < jobs.size(); ++i) {
       if (!jobs[i].right) return -1;

@@ -616,7 +616,7 @@ int64_t sk_enter(int64_t rounds, const void* judged, int64_t slot, int64_t lengt
   if (number == all.size()) all.emplace_back();
   Request& own = all[number];
   own.taken = true, own.seated = false, own.text = nullptr, own.nodes = {}, own.ask = {}, own.ask.slot = -1, own.ask.first = length;
-  own.judged = *(const Case*)judged, own.slot = slot, own.last = last;
+  own.judged = *(const Case*)judged, own.slot = slot, own.last = last, own.ask.edits = own.judged.edits;
   own.stops.assign((const int64_t*)stops, (const int64_t*)stops + count);
   own.missing.assign(1, token);
   own.heard.clear(), own.known.clear(), own.given.clear();

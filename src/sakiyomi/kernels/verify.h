@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "edits.h"
 #include "noise.h"
 #include "row.h"
 #include "torch.h"
@@ -31,6 +32,7 @@ struct Case {
   int64_t top_k;
   double temperature, top_p, min_p;
   uint64_t noise, stream;  // states of the keyed noise and of the stream of uniforms
+  const Edits* edits;      // null: none
 };
 
 struct Verdict {
@@ -72,12 +74,23 @@ struct Judge {
       : ask(ask), logits(logits + ask.row * n), n(n), tokens(numbers + ask.numbers), parents(tokens + ask.nodes), draws(parents + ask.nodes),
         desk(desk), stream(ask.stream) {}
 
+  // Reads the logits behind a place as the request's options change them, or gives `wrong` where they cannot.
+  template <typename Read>
+  int64_t read(int64_t place, int64_t wrong, Read&& how) {
+    const T* const row = logits + (place + 1) * n;
+    if (!ask.edits) return how(row);
+    std::vector<int64_t> path;
+    for (; place >= 0; place = parents[place]) path.insert(path.begin(), tokens[place]);
+    return ask.edits->apply(row, n, path) ? how((const float*)ask.edits->row) : wrong;
+  }
+
   // The distribution behind a place, in the desk's row of this number; null where its logits are none.
   const float* warped(int64_t place, int64_t at = 0) {
     desk.make_room(at + 1, n);
     float* out = desk.rows.data() + at * n;
-    const int64_t count =
-        warp(logits + (place + 1) * n, n, ask.temperature, std::min(ask.top_k, n), ask.top_p, ask.min_p, out, desk.supports.data() + at * few);
+    const int64_t count = read(place, -2, [&](const auto* row) {
+      return warp(row, n, ask.temperature, std::min(ask.top_k, n), ask.top_p, ask.min_p, out, desk.supports.data() + at * few);
+    });
     desk.supported[at] = count;
     return count == -2 ? nullptr : out;
   }
@@ -108,7 +121,7 @@ struct Judge {
       int64_t token;
       double chance;
       if (ask.rule == by_best) {
-        const int64_t both = best(logits + (place + 1) * n, n);
+        const int64_t both = read(place, -1, [&](const auto* row) { return best(row, n); });
         if (both < 0) return;
         const uint32_t bits = uint32_t(both);
         float x;
@@ -235,15 +248,19 @@ struct Judge {
 template <typename T>
 std::vector<Verdict> judge(int64_t count, const Case* cases, const int64_t* numbers, const T* logits, int64_t n) {
   std::vector<Verdict> all(count);
-  parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  auto decide = [&](int64_t i) {
     static thread_local Desk desk;
-    for (int64_t i = begin; i < end; ++i) {
-      Judge<T> judge(cases[i], logits, n, numbers, desk);
-      judge.decide();
-      if (!judge.found.decided) judge.found = {};
-      all[i] = std::move(judge.found);
-    }
+    Judge<T> judge(cases[i], logits, n, numbers, desk);
+    judge.decide();
+    if (!judge.found.decided) judge.found = {};
+    all[i] = std::move(judge.found);
+  };
+  parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      if (!cases[i].edits) decide(i);
   });
+  for (int64_t i = 0; i < count; ++i)  // Python is called in its own thread
+    if (cases[i].edits) decide(i);
   return all;
 }
 

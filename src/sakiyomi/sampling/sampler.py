@@ -7,6 +7,7 @@ temperature, top-k, top-p, min-p. Target and draft go through the same code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.sampling.native_edits import NativeEdits
 from sakiyomi.sampling.probs import fill_row, reference_probs
 from sakiyomi.sampling.rows import Row, Tokens
 
@@ -21,15 +23,54 @@ if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
 
-class _History:
-    """A request's tokens as a tensor, which grows with their list: to convert all of them takes ms in a long text."""
+class _Processors:
+    """Transformers' processors, called for one row after another.
 
-    def __init__(self) -> None:
+    Args:
+        each: in their order. One with a method ``change(text, path, scores)`` is asked to change a row in place,
+            (V,), behind these lists of tokens; others get tensors, as transformers gives them.
+    """
+
+    def __init__(self, each: Sequence[LogitsProcessor]) -> None:
+        self.each = each
+        self.text: Sequence[int] = ()  # behind which `behind` changes rows
         self._of: Sequence[int] | None = None
         self._held, self._count = torch.empty(0, dtype=torch.int64), 0
 
-    def tensor(self, tokens: Sequence[int] | Tensor) -> Tensor:
-        """(length,) int64. The same list is expected to be longer than at the call before, or equal."""
+    def changed(self, text: Sequence[int] | Tensor, path: Sequence[int], scores: Tensor) -> Tensor:
+        """Scores (V,) float32 behind a text and these tokens, which processors may change in place.
+
+        Raises:
+            InputError: a processor gave back another shape.
+        """
+        history: Tensor | None = None
+        for processor in self.each:
+            change = getattr(processor, "change", None)
+            if change is not None and not isinstance(text, Tensor):
+                change(text, path, scores)
+                continue
+            if history is None:
+                common = self._tensor(text).to(scores.device)
+                history = torch.cat([common, common.new_tensor(list(path))])[None] if len(path) else common[None]
+            # A copy each time: a processor may write into what it is given.
+            given = processor(history, scores.clone()[None])
+            if not isinstance(given, Tensor) or given.shape != (1, *scores.shape):
+                found = f"scores of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+                raise InputError(
+                    f"logits processor {type(processor).__name__} gave {found:.80}; expected scores of shape "
+                    f"{(1, *scores.shape)}, one row as it was given"
+                )
+            scores = given[0]
+        return scores
+
+    def behind(self, path: Sequence[int], scores: Tensor) -> Tensor:
+        """As ``changed``, behind ``text`` and these tokens."""
+        return self.changed(self.text, path, scores)
+
+    def _tensor(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """(length,) int64, which grows with the list: to convert all of it takes ms in a long text. The same list is
+        expected to be longer than at the call before, or equal.
+        """
         if isinstance(tokens, Tensor):
             return tokens
         count = len(tokens)
@@ -67,11 +108,10 @@ class Sampler:
         self.vocab_size = vocab_size
         self.greedy = params.greedy
         self._bias = self._make_bias()
-        self._processors = self._make_processors()
-        self._history = _History()
-        self.needs_history = bool(self._processors)
+        self._processors = _Processors(self._make_processors())
+        self.needs_history = bool(self._processors.each)
         self.edits = self.needs_history or self._bias is not None
-        known = (getattr(each, "forced", None) for each in self._processors)
+        known = (getattr(each, "forced", None) for each in self._processors.each)
         self.forced: Callable[[Sequence[int]], Sequence[int]] | None = next((each for each in known if each), None)
 
     def _make_bias(self) -> Tensor | None:
@@ -127,24 +167,16 @@ class Sampler:
         if self._bias is not None:
             scores += self._bias.to(scores.device)
         if self.needs_history:
-            common = self._history.tensor(committed).to(scores.device)
             for row, path in enumerate(paths):
-                history = torch.cat([common, common.new_tensor(list(path))])[None] if len(path) else common[None]
-                scores[row] = self._call(history, scores[row : row + 1])
+                scores[row] = self._processors.changed(committed, path, scores[row])
         return scores
 
-    def _call(self, history: Tensor, scores: Tensor) -> Tensor:
-        for processor in self._processors:
-            # A copy each time: a processor may write into what it is given.
-            changed = processor(history, scores.clone())
-            if not isinstance(changed, Tensor) or changed.shape != scores.shape:
-                found = f"scores of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
-                raise InputError(
-                    f"logits processor {type(processor).__name__} gave {found:.80}; expected scores of shape "
-                    f"{tuple(scores.shape)}, one row as it was given"
-                )
-            scores = changed
-        return scores[0]
+    @cached_property
+    def native_edits(self) -> NativeEdits:
+        """For the kernels, what ``process`` does; they know the text behind which they ask for it by ``follow``."""
+        penalty = float(self.params.repetition_penalty)
+        left = _Processors(self._processors.each[penalty != 1.0 :])
+        return NativeEdits(self.vocab_size, self._bias, penalty, left if left.each else None)
 
     def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Temperature, top-k, top-p and min-p: the distributions that tokens are drawn from.

@@ -25,7 +25,7 @@ from sakiyomi.sampling.verifiers.coupled import CoupledVerifier
 from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
 from sakiyomi.sampling.verifiers.ratio import RatioVerifier
 
-_CASE = struct.Struct("=9q3d2Q")  # Case in verify.h
+_CASE = struct.Struct("=9q3d2Qq")  # Case in verify.h
 _NUMBERS: dict[type[Verifier], int] = {GreedyVerifier: 0, CoupledVerifier: 1, RatioVerifier: 2, BlockVerifier: 3}
 KINDS: tuple[VerdictKind, ...] = ("plain", "recovered", "bonus")
 _HEAD = 6  # numbers before those of a path
@@ -39,7 +39,7 @@ class Case:
         draft: n nodes; empty: the target's own token is wanted.
         row: of the logits, that behind the last committed token; row + i + 1 follows node i.
         position: absolute position of the token that ``row`` predicts.
-        verifier, sampler, noise: of the request.
+        verifier, sampler, noise, tokens: of the request; the latter are all that are committed, which processors read.
     """
 
     draft: Draft
@@ -48,6 +48,7 @@ class Case:
     verifier: Verifier
     sampler: Sampler
     noise: RequestNoise
+    tokens: Sequence[int] = ()
 
 
 def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
@@ -76,6 +77,9 @@ def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
     ints, doubles = np.empty(most, np.int64), np.empty(most, np.float64)
     given = len(able), b"".join(asked), struct.pack(f"={len(numbers)}q", *numbers), logits.data_ptr()
     kernels.sk_verify(*given, HALF[logits.dtype], width, ints.ctypes.data, doubles.ctypes.data)
+    for i in able:
+        if cases[i].sampler.edits:
+            cases[i].sampler.native_edits.raise_interrupt()
     whole, chances, at, done = ints.tolist(), doubles.tolist(), 0, 0
     for i in able:
         decided, token, ending, stream, accepted, refused = whole[at : at + _HEAD]
@@ -93,8 +97,12 @@ def pack_case(case: Case, width: int, numbers: list[int]) -> bytes:
     """A case as the kernels take it, nothing if they do not; numbers of its own are added to those of the others."""
     draft, noise, sampler = case.draft, case.noise, case.sampler
     rule, tree, rows, params = _NUMBERS.get(type(case.verifier)), draft.tree, draft.probs, sampler.params
-    if rule is None or sampler.edits or (rule and sampler.greedy):
+    if rule is None or (rule and sampler.greedy) or (sampler.edits and sampler.vocab_size != width):
         return b""
+    edits = 0
+    if sampler.edits:
+        sampler.native_edits.follow(case.tokens)
+        edits = sampler.native_edits.address
     first, probs, draws = len(numbers), 0, draft.draws
     if rows is not None:
         if not (rows.dtype is torch.float32 and rows.is_cpu and rows.is_contiguous() and rows.shape[1] == width):
@@ -108,5 +116,15 @@ def pack_case(case: Case, width: int, numbers: list[int]) -> bytes:
         probs, draws = 0, ()
     return _CASE.pack(
         *(case.row, rule, case.position, len(tree.tokens), len(draws), draft.kind == "without_replacement"),
-        *(first, probs, params.top_k, params.temperature, params.top_p, params.min_p, noise.state, noise.counter),
+        *(
+            first,
+            probs,
+            params.top_k,
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            noise.state,
+            noise.counter,
+            edits,
+        ),
     )

@@ -1,0 +1,185 @@
+"""Penalties, biases, bans and processors change rows in rounds of the compiled kernels as they do in Python's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from random_models import Numbers, random_llama
+from sakiyomi import LLM, InputError, SamplingParams
+from sakiyomi.drafters.base import Drafter
+from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.lookup import PromptLookup
+from sakiyomi.drafters.merged import MergedDrafter
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.drafters.recycle import RecycleDrafter
+from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.engine import engine as engine_module
+from sakiyomi.engine.native_rounds import NativeRounds
+from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.build import build_runner
+
+pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
+
+VOCAB = 100
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], list(range(20, 29)) * 2, [9] * 5]
+
+
+@pytest.fixture(autouse=True)
+def untaught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python passes over the trees of last rounds when it learns: the shapes of later trees would differ."""
+    monkeypatch.setattr(Confidence, "learn", lambda *_: None)
+
+
+def even(history: Tensor, scores: Tensor) -> Tensor:
+    """After an even token only odd ones, in another tensor than the one that was given."""
+    return scores.masked_fill(torch.arange(VOCAB)[None] % 2 == history[0, -1] % 2, -torch.inf)
+
+
+class Rotating:
+    """Prefers another token at every place; changes rows in place, by lists of tokens."""
+
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+        scores[(sum(text) + 3 * sum(path)) % VOCAB] += 1.5
+
+    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
+        raise AssertionError("the quicker way was there")
+
+
+EDITS: dict[str, dict[str, Any]] = {
+    "penalty": {"repetition_penalty": 1.4},
+    "bias": {"logit_bias": {3: 2.0, 7: -torch.inf, 40: 0.5}},
+    "all": {
+        "repetition_penalty": 0.8,
+        "logit_bias": {3: 1.0, 8: -2.0},
+        "bad_words": [[5, 6], [11]],
+        "logits_processors": [Rotating(), even],
+    },
+}
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"temperature": 0.8, "top_p": 0.95},
+    "ratio": {"temperature": 0.7, "acceptance": "ratio", "top_k": 30},
+    "ratio tree": {"temperature": 0.7, "acceptance": "ratio", "tree": "static", "nodes": 6},
+}
+
+
+def grown() -> ModelDrafter:
+    """A draft model, which is the target's twin but for its layers."""
+    return ModelDrafter(build_runner(random_llama(64, 1, 4, 128, VOCAB, torch.float32), max_slots=3), VOCAB)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
+    "none": lambda: None,
+    "texts": lambda: MergedDrafter([RecycleDrafter(), SuffixDrafter(), PromptLookup()]),
+    "model": grown,
+    "model and texts": lambda: MergedDrafter([SuffixDrafter(), grown()]),
+}
+
+
+@cache
+def target() -> Any:
+    return random_llama(64, 2, 4, 128, VOCAB, torch.float32)
+
+
+def made(kind: str, params: SamplingParams) -> LLM:
+    """An LLM that has run rounds of such requests."""
+    llm = LLM((target(), Numbers()), DRAFTERS[kind](), max_batch=len(PROMPTS), strict=True)
+    for _ in range(2):
+        llm.generate(PROMPTS, params)
+        llm.wait()
+    return llm
+
+
+def written(kind: str, params: SamplingParams, *, kernels: bool) -> tuple[list[list[int]], list[bool]]:
+    """Texts, and of each round whether the kernels ran it."""
+    llm, seen, run = made(kind, params), list[bool](), NativeRounds.run
+
+    def watched(rounds: NativeRounds, *round_: Any) -> Any:
+        steps = run(rounds, *round_) if kernels else None
+        seen.append(steps is not None)
+        return steps
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeRounds, "run", watched)
+        if not kernels:
+            patch.setattr(NativeRounds, "score", lambda *_: None)
+            patch.setattr(engine_module, "verify_all", lambda cases, logits: [None] * len(cases))
+        return [out.token_ids for out in llm.generate(PROMPTS, params)], seen
+
+
+# What is drawn depends on what was learnt of earlier drafts, and of merged ones Python passes over some.
+@pytest.mark.few(8)
+@pytest.mark.parametrize("edits", EDITS)
+@pytest.mark.parametrize(
+    ("kind", "rule"), [each for each in product(DRAFTERS, RULES) if each != ("model and texts", "ratio tree")]
+)
+def test_rounds_are_those_of_python(kind: str, edits: str, rule: str) -> None:
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=3, gamma=4, **EDITS[edits], **RULES[rule])
+    expected, _ = written(kind, params, kernels=False)
+    found, seen = written(kind, params, kernels=True)
+    assert all(seen) and len(seen) > 5
+    assert found == expected
+    plain = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=3, gamma=4, **RULES[rule])
+    assert written(kind, plain, kernels=True)[0] != expected
+
+
+@pytest.mark.parametrize("kind", ["none", "texts", "model"])
+def test_a_processor_that_fails_ends_its_request_alone(kind: str) -> None:
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, gamma=4, repetition_penalty=1.4)
+    llm = made(kind, params)
+    expected = [out.token_ids for out in llm.generate(PROMPTS, params)]
+
+    def failing(history: Tensor, scores: Tensor) -> Tensor:
+        if history.shape[1] > len(PROMPTS[0]) + 12:
+            raise ValueError("a processor of somebody")
+        return scores
+
+    own = SamplingParams(
+        max_new_tokens=30, ignore_eos=True, gamma=4, repetition_penalty=1.4, logits_processors=[failing]
+    )
+    requests = [llm.engine.submit(prompt, own if i == 0 else params) for i, prompt in enumerate(PROMPTS)]
+    while llm.engine.busy:
+        llm.engine.step()
+    assert isinstance(requests[0].error, ValueError)
+    assert 5 < len(requests[0].output) <= 13
+    assert [request.output for request in requests[1:]] == expected[1:]
+
+
+def test_a_row_without_tokens_is_said_as_by_python() -> None:
+    params = SamplingParams(max_new_tokens=9, logit_bias=dict.fromkeys(range(VOCAB), -torch.inf))
+    llm = made("none", SamplingParams(max_new_tokens=9))
+    with pytest.raises(InputError, match="no token"):
+        llm.generate([PROMPTS[0]], params)
+
+
+@pytest.mark.parametrize("kind", ["texts", "model"])
+def test_ctrl_c_in_a_processor_stops_between_rounds(kind: str) -> None:
+    """What was pressed in the kernels comes out of ``step``, and the text goes on behind it."""
+    calls = [0, 0]  # so far, and at which one it is pressed
+
+    def pressed(history: Tensor, scores: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == calls[1]:
+            raise KeyboardInterrupt
+        return scores
+
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, gamma=4, logits_processors=[pressed])
+    llm = made(kind, params)
+    expected = llm.generate([PROMPTS[1]], params)[0].token_ids
+    request = llm.engine.submit(PROMPTS[1], params)
+    for _ in range(4):
+        llm.engine.step()
+    calls[1] = calls[0] + 3
+    with pytest.raises(KeyboardInterrupt):
+        while not request.over:
+            llm.engine.step()
+    while not request.over:
+        llm.engine.step()
+    assert request.output == expected
