@@ -13,6 +13,7 @@ from torch import Tensor
 
 from random_models import Numbers, random_llama
 from sakiyomi import LLM, InputError, SamplingParams
+from sakiyomi.core.row_processor import RowProcessor
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.lookup import PromptLookup
@@ -42,14 +43,11 @@ def even(history: Tensor, scores: Tensor) -> Tensor:
     return scores.masked_fill(torch.arange(VOCAB)[None] % 2 == history[0, -1] % 2, -torch.inf)
 
 
-class Rotating:
-    """Prefers another token at every place; changes rows in place, by lists of tokens."""
+class Rotating(RowProcessor):
+    """Prefers another token at every place."""
 
     def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
         scores[(sum(text) + 3 * sum(path)) % VOCAB] += 1.5
-
-    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
-        raise AssertionError("the quicker way was there")
 
 
 EDITS: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.row_processor import RowProcessor
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
@@ -85,7 +86,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     bad_words: Sequence[str | Sequence[int]] = ()
     logit_bias: Mapping[int, float] | None = None
-    logits_processors: Sequence[LogitsProcessor] = ()
+    logits_processors: Sequence[LogitsProcessor | RowProcessor] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
@@ -163,7 +164,7 @@ class SamplingParams:
             if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
                 raise InputError(f"logit_bias of token {token} is {bias!r}; give a number, or -inf to ban the token")
         for processor in self.logits_processors:
-            if not callable(processor):
+            if not _is_processor(processor):
                 raise InputError(
                     f"logits_processors has {processor!r} in it; give transformers LogitsProcessor objects"
                 )
@@ -211,7 +212,7 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return tuple(value)
-    if isinstance(value, (str, int)) or (name == "logits_processors" and callable(value)):
+    if isinstance(value, (str, int)) or (name == "logits_processors" and _is_processor(value)):
         return (value,)
     raise InputError(f"{name} is {value!r}; expected a list")
 
@@ -252,6 +253,10 @@ def _paths(shape: Any) -> tuple[tuple[int, ...], ...]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_processor(value: Any) -> bool:
+    return callable(value) or isinstance(value, RowProcessor)
 
 
 def _is_number(value: Any) -> bool:

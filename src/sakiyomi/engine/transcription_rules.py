@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from sakiyomi.core.row_processor import RowProcessor
 
-class TimestampRules:
+
+class TimestampRules(RowProcessor):
     """Makes timestamps come in pairs and never go back, and prefers them where together they are most probable.
 
     The rules are those of ``WhisperTimeStampLogitsProcessor`` (Radford et al. 2022, arXiv 2212.04356). A row is judged
@@ -22,25 +26,24 @@ class TimestampRules:
     def __init__(self, begin: int, silent: int, end: int, first: int | None) -> None:
         self._begin, self._silent, self._zero, self._end, self._first = begin, silent, silent + 1, end, first
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (1, V) for a history (1, n); they are changed in place."""
-        row, zero = scores[0], self._zero
-        written = input_ids[0, self._begin :].tolist()
-        row[self._silent] = -torch.inf
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+        """See ``RowProcessor``."""
+        zero = self._zero
+        written = [*text[self._begin :], *path]
+        scores[self._silent] = -torch.inf
         if not written:
-            row[:zero] = -torch.inf
+            scores[:zero] = -torch.inf
             if self._first is not None:
-                row[zero + self._first + 1 :] = -torch.inf
-            return scores
+                scores[zero + self._first + 1 :] = -torch.inf
+            return
         after_time = written[-1] >= zero
         paired = len(written) < 2 or written[-2] >= zero
         if after_time and paired:
-            row[zero:] = -torch.inf
+            scores[zero:] = -torch.inf
         elif after_time:
-            row[: self._end] = -torch.inf
+            scores[: self._end] = -torch.inf
         last = next((token for token in reversed(written) if token >= zero), None)
         if last is not None:  # the second of a pair may be equal to the first
-            row[zero : last + (not after_time or paired)] = -torch.inf
-        if row[zero:].logsumexp(0) > row[:zero].max():
-            row[:zero] = -torch.inf
-        return scores
+            scores[zero : last + (not after_time or paired)] = -torch.inf
+        if scores[zero:].logsumexp(0) > scores[:zero].max():
+            scores[:zero] = -torch.inf

@@ -100,7 +100,7 @@ class NativeEdits:
             seen[: edits.count] = self._seen[: edits.count]
             self._seen, edits.seen = seen, ctypes.addressof(seen)
         for token in more:
-            if not known[token]:
+            if token < len(known) and not known[token]:  # some embeddings are wider than logits
                 known[token] = 1
                 self._seen[edits.count] = token
                 edits.count += 1

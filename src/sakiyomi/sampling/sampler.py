@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.row_processor import RowProcessor
 from sakiyomi.sampling.native_edits import NativeEdits
 from sakiyomi.sampling.probs import fill_row, reference_probs
 from sakiyomi.sampling.rows import Row, Tokens
@@ -24,14 +25,13 @@ if TYPE_CHECKING:
 
 
 class _Processors:
-    """Transformers' processors, called for one row after another.
+    """Processors, called for one row after another.
 
     Args:
-        each: in their order. One with a method ``change(text, path, scores)`` is asked to change a row in place,
-            (V,), behind these lists of tokens; others get tensors, as transformers gives them.
+        each: in their order.
     """
 
-    def __init__(self, each: Sequence[LogitsProcessor]) -> None:
+    def __init__(self, each: Sequence[LogitsProcessor | RowProcessor]) -> None:
         self.each = each
         self.text: Sequence[int] = ()  # behind which `behind` changes rows
         self._of: Sequence[int] | None = None
@@ -45,9 +45,8 @@ class _Processors:
         """
         history: Tensor | None = None
         for processor in self.each:
-            change = getattr(processor, "change", None)
-            if change is not None and not isinstance(text, Tensor):
-                change(text, path, scores)
+            if isinstance(processor, RowProcessor):
+                processor.change(text.tolist() if isinstance(text, Tensor) else text, path, scores)
                 continue
             if history is None:
                 common = self._tensor(text).to(scores.device)

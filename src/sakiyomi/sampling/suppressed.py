@@ -5,17 +5,20 @@ transformers' processors compare the whole vocabulary with the list in every cal
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from sakiyomi.core.row_processor import RowProcessor
+
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
 
-class SuppressedTokens:
-    """A logits processor that forbids tokens.
+class SuppressedTokens(RowProcessor):
+    """Forbids tokens.
 
     Args:
         tokens: (n,) their ids; those beyond the vocabulary are ignored.
@@ -25,11 +28,10 @@ class SuppressedTokens:
     def __init__(self, tokens: Tensor, begin: int | None = None) -> None:
         self.tokens, self.begin = tokens.to(torch.int64), begin
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores (1, V), changed in place, of the token behind `input_ids` (1, length)."""
-        if self.begin in (None, input_ids.shape[-1]):
-            scores[:, self.tokens[self.tokens < scores.shape[-1]]] = -torch.inf
-        return scores
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+        """See ``RowProcessor``."""
+        if self.begin in (None, len(text) + len(path)):
+            scores[self.tokens[self.tokens < scores.shape[-1]]] = -torch.inf
 
 
 def forbidding(settings: Any, begin: int) -> list[SuppressedTokens]:

@@ -6,7 +6,7 @@ Runs in threads: tokenizing a long text takes seconds, in which the event loop m
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.row_processor import RowProcessor
 from sakiyomi.core.tokens import token_places
 from sakiyomi.engine.chat_template import Dialogue, read_template
 from sakiyomi.engine.inputs import prompt_tokens
@@ -386,7 +387,7 @@ class BodyReader:
 
     def params(self, body: Ask, tokens: list[int], limit: int, matcher: Matcher | None) -> SamplingParams:
         """The sampling parameters of a request with this prompt."""
-        processors: list[Callable[..., Any]] = []
+        processors: list[RowProcessor] = []
         ends = self._ends if isinstance(body, ChatRequest) else []
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalties(body.frequency_penalty, body.presence_penalty, len(tokens)))
@@ -397,7 +398,7 @@ class BodyReader:
             top_k=max(0, body.top_k),
             stop=body.stop or (),
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
-            logits_processors=processors,  # type: ignore[arg-type]
+            logits_processors=processors,
             logprobs=body.alternatives,
             prompt_logprobs=_of_prompt(body),
             **body.model_dump(include=AS_THEY_ARE) | {"stop_token_ids": [*body.stop_token_ids, *ends]},

@@ -14,6 +14,7 @@ from llguidance import LLTokenizer
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.row_processor import RowProcessor
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
 from sakiyomi.server.pair_rules import Value
@@ -92,7 +93,7 @@ class Constraint:
         return taken == len(rest)
 
 
-class Penalties:
+class Penalties(RowProcessor):
     """OpenAI's penalties: frequency x count + presence is taken from the logits of tokens written so far.
 
     Args:
@@ -104,11 +105,11 @@ class Penalties:
     def __init__(self, frequency: float, presence: float, prompt: int) -> None:
         self._frequency, self._presence, self._prompt = frequency, presence, prompt
 
-    def __call__(self, history: Tensor, scores: Tensor) -> Tensor:
-        """See transformers' ``LogitsProcessor``: (1, length) and (1, V)."""
-        tokens, counts = torch.unique(history[0, self._prompt :], return_counts=True)
-        scores[0, tokens] -= self._frequency * counts.to(scores.dtype) + self._presence
-        return scores
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+        """See ``RowProcessor``."""
+        written = torch.tensor([*text[self._prompt :], *path], dtype=torch.int64, device=scores.device)
+        tokens, counts = torch.unique(written, return_counts=True)
+        scores[tokens] -= self._frequency * counts.to(scores.dtype) + self._presence
 
 
 class Grammars:
