@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary, _span
+from sakiyomi.server.escape_tables import Vocabulary
+from sakiyomi.server.escapes import JSON_OUTLINE, Matcher
+from sakiyomi.server.json_strings import characters, meant, span, spelling
 
 CUT = [b"\\u", b'"\\', b"\\\\", b'\\"', b"00", b"00e", b'e9"', b"u00", b"\\ud83d", b"\\ude0", b"a\\", b"\\n\\", b"\\/b",
        b': "\\u', b"ae", b"dead", b"city", b"<|end|>", b"\\u00e9x", b"\\u0022", b'9", "']  # fmt: skip
@@ -108,18 +110,94 @@ def test_the_mask_is_what_the_grammar_takes(number: int) -> None:
     assert made.validate_tokens(ids) == len(ids)
 
 
+# Many of these begin with the same end of an escape.
+MORE = [*(f"{number:03}".encode() for number in range(200)), *(f"{number:02}".encode() for number in range(100)),
+        *b"bad bade bee nation near never next nine no e9e9 E9 E9a A AE u00 u00e9s".split(),
+        b"\\n\\n", b'a": ', b"e9\\u00", b"3d\\ude00", b'n""\\u0041', b'""\\u0041']  # fmt: skip
+WIDE = Vocabulary([*TOKENS, *MORE], [0], [0])
+ASKED = sorted({*map(ord, TEXT), *range(0xDF, 0xF1), *range(0x80), 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10FFFF})
+STRINGS = [*(schema for schema, *_ in SCHEMAS), {"type": "string", "pattern": "^[A-Za-z ]+[^a]$"},
+           {"enum": ["\ud7ff\ue000\U0010ffff", "\t", "na\nd"]}]  # fmt: skip
+NAMES = {"type": "object", "additionalProperties": {"type": "string"},
+         "properties": {name: {"type": "null"} for name in ("é", "na", TEXT.replace("\x7f", ""))}}  # fmt: skip
+OPEN: list[Any] = [
+    {},
+    {"type": "string"},
+    NAMES,
+    {**NAMES, "additionalProperties": False},
+    {"type": "array", "items": {"type": "string"}},
+]
+
+
+def in_calls(value: str, letters: str) -> str:
+    return f'{HEAD}start: TEXT ("<call>" {value} TEXT)*\nTEXT: /{letters}*/\n'
+
+
+def may_follow(made: Matcher, token: int) -> bool:
+    """Whether this token is allowed, by the parsers' answers about one text after another."""
+
+    def reads(parser: Any, text: bytes) -> bool:
+        return bool(parser.validate_tokens(WIDE.spelled(text)) == len(text))
+
+    parser, outline, begun = made._parser, made._outline, made._begun
+    if token == 0:
+        return not begun and bool(parser.is_accepting())
+    text = WIDE.tokens[token]
+    if not begun and reads(outline, b"\\q"):
+        return reads(parser, text)
+    found = meant(begun + text, bool(begun) or reads(outline, b"\\u0041"))
+    if found is None or not reads(outline, text) or not reads(parser, found[0]):
+        return False
+    spans = [range(first, last + 1) for first, last in characters(found[1])] if found[1] else []
+    asked = {code for span in spans for code in (*span[:: 1 + len(span) // 64], *ASKED) if code in span}
+    return not spans or any(reads(parser, found[0] + spelling(chr(code))) for code in asked)
+
+
+@pytest.mark.parametrize("number", range(3 * (len(STRINGS) + len(OPEN))))
+def test_masks_along_random_walks_are_what_the_parsers_answer_about_single_texts(number: int) -> None:
+    """In JSON alone, and in the calls of a text, which may have backslashes or not; a mask of bits is the same mask."""
+    rng = random.Random(number)
+    schema = [*map(object_of, STRINGS), *OPEN][number // 3]
+    value = f"%json {json.dumps(schema)}"
+    if kind := number % 3:
+        letters = ("[^<]", r"[^<\\]")[kind - 1]
+        made = Matcher(WIDE, in_calls(value, letters), in_calls("json", letters) + JSON_OUTLINE)
+        assert made.try_consume_tokens(ids := cut(b"a <call>", rng)) == len(ids)
+    else:
+        made = matcher(schema, WIDE)
+    start = '{"a": "' if number // 3 < len(STRINGS) else '{"' if "properties" in schema else ""
+    assert made.try_consume_tokens(ids := cut(start.encode(), rng)) == len(ids)
+    path: list[bytes] = []
+    for _ in range(40):
+        allowed, bits = made.allowed(), made.bits()
+        expected = [may_follow(made, token) for token in range(len(WIDE.tokens))]
+        assert allowed.tolist() == expected, path
+        assert bits.dtype == np.uint32 and len(bits) == -(-len(allowed) // 32)
+        whole = np.unpackbits(bits.view(np.uint8), bitorder="little").astype(bool)
+        assert whole.nonzero()[0].tolist() == allowed.nonzero()[0].tolist()
+        may = [i for i in allowed.nonzero()[0].tolist() if i]
+        if not may or rng.random() < 0.1:
+            back = rng.randint(0, len(path))
+            made.rollback(back)
+            del path[len(path) - back :]
+            continue
+        signs = [i for i in may if b"\\" in WIDE.tokens[i] or made._begun or b'"' in WIDE.tokens[i]]
+        path.append(WIDE.tokens[token := rng.choice(signs if signs and rng.random() < 0.6 else may)])
+        assert made.try_consume_tokens([token]) == 1
+
+
 def test_the_mask_behind_a_begun_escape_looks_at_few_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Vocabularies have a thousand numbers of three digits: each is an escape that one digit makes a character."""
     numbers = [f"{number:03}".encode() for number in range(1000)]
     vocabulary = Vocabulary([*TOKENS, *numbers], [0], [0])
     looks = 0
 
-    def span(head: bytes) -> tuple[int, int]:
+    def counted(head: bytes) -> tuple[int, int]:
         nonlocal looks
         looks += 1
-        return _span(head)
+        return span(head)
 
-    monkeypatch.setattr("sakiyomi.server.escapes._span", span)
+    monkeypatch.setattr("sakiyomi.server.escapes.span", counted)
     made = matcher({"type": "string"}, vocabulary)
     assert made.try_consume_tokens([1 + ord('"'), TOKENS.index(b"\\u")]) == 2
     assert made.allowed()[len(TOKENS) :].all() and looks < 5000

@@ -12,14 +12,14 @@ Tokens have no meaning beyond their bytes: text that reads like a special token 
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
+
+from sakiyomi.server.escape_tables import Flags, Mask, Vocabulary
+from sakiyomi.server.json_strings import characters, meant, span, utf8
 
 JSON_OUTLINE = r"""
 json: JSON_TEXT | /-?[0-9][0-9.eE+-]*/ | "true" | "false" | "null" | json_list | json_object
@@ -30,77 +30,6 @@ JSON_GAP: /[ \n\r\t]*/
 JSON_TEXT: /"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|u([0-9abcefABCEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})))*"/
 """  # noqa: E501
 """Rule ``json`` of an outline: any value. A lone half of a surrogate pair is no character, and is left out."""
-
-_HEX = b"[0-9a-fA-F]"
-# A quotation mark, a whole escape, or a backslash that begins none.
-_SIGN = re.compile(
-    rb'"|\\(?:["\\/bfnrt]|u(?:[dD][89abAB]HH\\u[dD][c-fC-F]HH|(?![dD][89a-fA-F])HHHH))|\\'.replace(b"H", _HEX)
-)
-_BEGUN = re.compile(rb"\\(?:u(?:H{0,3}|[dD][89abAB]HH(?:\\(?:u(?:[dD](?:[c-fC-F]H?)?)?)?)?)?)?\Z".replace(b"H", _HEX))
-_UNITS = re.compile(rb"u(H*)".replace(b"H", _HEX))
-_LAST = 0x10FFFF
-_LEAST = {2: 0x80, 3: 0x800, 4: 0x10000}  # of characters of so many bytes
-
-
-class Vocabulary:
-    """The tokens of a parser: the model's tokens, every byte, and the meanings of tokens with escapes.
-
-    Args:
-        tokens: bytes of the model's tokens, by id.
-        special: ids of tokens that are no text.
-        ends: ids of tokens that end a text.
-
-    Attributes:
-        parsers: llguidance's tokenizer, for new parsers.
-    """
-
-    def __init__(self, tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> None:
-        self.tokens, self.special, self.ends = tokens, frozenset(special), frozenset(ends)
-        self._bytes = len(tokens)
-        self._outline: tuple[str, LLMatcher] | None = None
-        known = [*tokens, *(bytes([value]) for value in range(256))]
-        ids: dict[bytes, int] = {}
-        escaped = [i for i, text in enumerate(tokens) if b"\\" in text and i not in self.special]
-        self.escaped: dict[bool, tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], list[tuple[int, bytes, bytes]]]] = {}
-        for inside in (False, True):
-            whole: list[tuple[int, int]] = []
-            begun: list[tuple[int, bytes, bytes]] = []
-            for i in escaped:
-                if (found := _meant(tokens[i], inside)) is None:
-                    continue
-                if found[1]:
-                    begun.append((i, *found))
-                    continue
-                if found[0] not in ids:
-                    ids[found[0]] = len(known)
-                    known.append(found[0])
-                whole.append((i, ids[found[0]]))
-            table = np.array(whole, np.int64).reshape(-1, 2)
-            self.escaped[inside] = table[:, 0], table[:, 1], begun
-        self.parsers = LLTokenizer(TokenizerWrapper(_Tokens(known, sorted(self.special), ends[0])), eos_token=[*ends])
-
-    def outlined(self, grammar: str) -> LLMatcher:
-        """A parser of an outline. Many grammars have the same: the last one is kept, and copied."""
-        known = self._outline
-        if known is None or known[0] != grammar:
-            known = self._outline = grammar, LLMatcher(self.parsers, grammar, log_level=0)
-        return known[1].deep_copy()
-
-    def spelled(self, text: bytes) -> list[int]:
-        """The parser's tokens for some bytes."""
-        return [self._bytes + value for value in text]
-
-
-class _Tokens:
-    """The tokenizer interface of llguidance. It would encode text that a grammar forces; ours force none."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int) -> None:
-        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
-
-    def __call__(self, _: bytes) -> list[int]:
-        return []
 
 
 class Matcher:
@@ -154,25 +83,69 @@ class Matcher:
             self._begun = self._steps[-count][1]
             del self._steps[-count:]
 
-    def allowed(self) -> np.ndarray[Any, Any]:
+    def allowed(self) -> Flags:
         """Mask of the allowed next tokens: (V,) bool."""
         size = len(self._vocabulary.tokens)
-        mask = _bits(self._parser)
-        if not self._begun and (self._parser.is_stopped() or self._in_text()):
-            return mask[:size]
-        shape, result = _bits(self._outline)[:size], mask[:size].copy()
-        known: dict[tuple[bytes, bytes], bool] = {}
+        return np.unpackbits(self.bits().view(np.uint8), count=size, bitorder="little").view(bool)
+
+    def bits(self) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """The same mask, packed: (ceil(V / 32),) uint32, a new array.
+
+        A token's bit is bit ``token % 32`` of word ``token // 32``, as in llguidance's masks. Bits from V on are 0.
+        """
+        vocabulary = self._vocabulary
         if self._begun:
-            result[:] = False
-            for token in shape.nonzero()[0].tolist():
-                found = _meant(self._begun + self._vocabulary.tokens[token], True)
-                result[token] = found is not None and self._fits(*found, known)
+            result = self._behind_begun()
+        elif self._parser.is_stopped() or self._in_text():
+            result = _bits(self._parser)[: len(vocabulary.all)] & vocabulary.all
+        else:
+            result = self._corrected(_bits(self._parser))
+        return result.view(np.uint32)
+
+    def _corrected(self, mask: Mask) -> Mask:
+        """The parser's mask with the tokens that have escapes; none is begun."""
+        plain, escaped = self._vocabulary.plain, self._vocabulary.escaped[self._in_string()]
+        result, found = mask[: len(plain)] & plain, escaped.samples.of(mask)
+        possible = found | escaped.empty | escaped.texts.of(mask)
+        if not possible.any():
             return result
-        whole, meant, begun = self._vocabulary.escaped[self._in_string()]
-        result[whole] = mask[meant] & shape[whole]
-        for token, text, rest in begun:
-            result[token] = shape[token] and self._fits(text, rest, known)
+        possible &= escaped.tokens.of(_bits(self._outline))
+        firsts: dict[bytes, bytes] = {}
+        for place in (possible & ~found).nonzero()[0].tolist():
+            text, begun = escaped.meanings[place]
+            found[place] = self._fits(text, begun, firsts)
+        escaped.tokens.add(result, found & possible)
         return result
+
+    def _behind_begun(self) -> Mask:
+        """The mask behind a begun escape."""
+        vocabulary, parser = self._vocabulary, self._parser
+        allowed = np.zeros(8 * len(vocabulary.all), bool)
+        firsts: dict[bytes, bytes] = {}
+        refused = set()
+        longer, ended = vocabulary.continued(self._begun)
+        for begun, sample, tokens in longer:
+            # If the first digits are impossible, all of them are.
+            if begun[:-1] not in refused and (
+                parser.validate_tokens(sample) == len(sample) or self._fits(b"", begun, firsts)
+            ):
+                allowed[tokens] = True
+            else:
+                refused.add(begun)
+        for text, spelled, found in ended:
+            if parser.validate_tokens(spelled) < len(spelled):
+                continue
+            allowed[found.alone] = True
+            if len(found.tokens) > vocabulary.many:
+                parser.try_consume_tokens(spelled)
+                allowed[found.tokens] = found.places.of(_bits(parser))
+                parser.rollback(len(spelled))
+            else:
+                for token, following in zip(found.tokens.tolist(), found.following, strict=True):
+                    allowed[token] = parser.validate_tokens([*spelled, following]) > len(spelled)
+            for token, more, begun in found.begun:
+                allowed[token] = self._fits(text + more, begun, firsts)
+        return np.packbits(allowed, bitorder="little") & _bits(self._outline)[: len(vocabulary.all)]
 
     def forced(self) -> bytes:
         """What the text continues with, whatever is chosen, up to the next special token; nothing inside an escape."""
@@ -187,7 +160,7 @@ class Matcher:
         taken, rest = [token], b""
         plain = not begun and b"\\" not in text
         if not plain and token not in vocabulary.special and (begun or not self._in_text()):
-            if (found := _meant(begun + text, bool(begun) or self._in_string())) is None:
+            if (found := meant(begun + text, bool(begun) or self._in_string())) is None:
                 return False
             taken, rest = vocabulary.spelled(found[0]), found[1]
             if rest and not self._fits(*found, {}):
@@ -205,114 +178,52 @@ class Matcher:
 
     def _in_text(self) -> bool:
         """Whether a backslash is a plain character here."""
-        return self._reads(self._outline, b"\\q")
+        spelled = self._vocabulary.backslash
+        return self._outline.validate_tokens(spelled) == len(spelled)
 
     def _in_string(self) -> bool:
-        return self._reads(self._outline, b"\\u0041")
+        spelled = self._vocabulary.escape
+        return self._outline.validate_tokens(spelled) == len(spelled)
 
-    def _reads(self, parser: LLMatcher, text: bytes) -> bool:
-        return bool(parser.validate_tokens(self._vocabulary.spelled(text)) == len(text))
+    def _reads(self, text: bytes) -> bool:
+        return self._parser.validate_tokens(self._vocabulary.spelled(text)) == len(text)
 
-    def _fits(self, text: bytes, begun: bytes, known: dict[tuple[bytes, bytes], bool]) -> bool:
-        """Whether the text may continue with what is meant, and a begun escape may become an allowed character."""
-        if not begun:
-            return self._reads(self._parser, text)
-        if (found := known.get((text, begun))) is None:
-            # If the first digits are impossible, all of them are.
-            shorter = begun[:-1]
-            possible = len(shorter) <= len(self._begun) or self._fits(text, shorter, known)
-            possible = possible and (not text or self._reads(self._parser, text))
-            found = possible and any(self._has(text, *span) for span in _characters(begun))
-            known[text, begun] = found
+    def _fits(self, text: bytes, begun: bytes, firsts: dict[bytes, bytes]) -> bool:
+        """Whether the text may continue with what is meant, and a begun escape may become an allowed character.
+
+        Args:
+            firsts: what may follow each text that was asked about, per ASCII character and byte.
+        """
+        if (first := firsts.get(text)) is None:
+            first = firsts[text] = self._first(text)
+        return bool(first) and any(self._has(text, first, *span) for span in characters(begun))
+
+    def _first(self, text: bytes) -> bytes:
+        """A flag for each ASCII character that may follow a text, and for each byte from 0x80 on; b"" if none may."""
+        spelled = self._vocabulary.spelled(text)
+        taken = self._parser.try_consume_tokens(spelled)
+        found = self._vocabulary.first.of(_bits(self._parser)).tobytes() if taken == len(spelled) else b""
+        self._parser.rollback(taken)
         return found
 
-    def _has(self, text: bytes, first: int, last: int) -> bool:
+    def _has(self, text: bytes, follow: bytes, first: int, last: int) -> bool:
         """Whether a character of a span may follow the text."""
-        for code in range(first, min(last, 0x7F) + 1):
-            if self._reads(self._parser, text + _spelling(chr(code))):
-                return True
+        if follow.find(1, first, min(last, 0x7F) + 1) >= 0:
+            return True
         first = max(first, 0x80)
-        leads = range(_utf8(first)[0], _utf8(last)[0] + 1) if first <= last else ()
-        return any(self._among(text, bytes([lead]), first, last) for lead in leads)
+        leads = range(utf8(first)[0], utf8(last)[0] + 1) if first <= last else ()
+        return any(follow[lead] and self._among(text, bytes([lead]), first, last) for lead in leads)
 
     def _among(self, text: bytes, head: bytes, first: int, last: int) -> bool:
-        """The same of characters whose UTF-8 begins so; one of them at least is in the span."""
-        if not self._reads(self._parser, text + head):
-            return False
-        whole = _span(head)
+        """The same of characters whose UTF-8 begins so, as one may; one of them at least is in the span."""
+        whole = span(head)
         low, high = max(first, whole[0]), min(last, whole[1])
         if (low, high) == whole:
             return True
         place = len(head)
-        following = range(_utf8(low)[place], _utf8(high)[place] + 1)
-        return any(self._among(text, head + bytes([byte]), first, last) for byte in following)
+        heads = (head + bytes([byte]) for byte in range(utf8(low)[place], utf8(high)[place] + 1))
+        return any(self._reads(text + longer) and self._among(text, longer, first, last) for longer in heads)
 
 
-def _bits(parser: LLMatcher) -> np.ndarray[Any, Any]:
-    return np.unpackbits(np.frombuffer(parser.compute_bitmask(), np.uint8), bitorder="little").astype(bool)
-
-
-def _spelling(character: str) -> bytes:
-    """The spelling that a parser knows."""
-    return b"\\u007f" if character == "\x7f" else json.dumps(character, ensure_ascii=False)[1:-1].encode()
-
-
-@lru_cache(4096)
-def _character(escape: bytes) -> bytes:
-    return _spelling(json.loads(b'"' + escape + b'"'))
-
-
-def _meant(text: bytes, inside: bool) -> tuple[bytes, bytes] | None:
-    """Text as a parser takes it, and an incomplete escape at its end; None: it has an invalid escape.
-
-    Args:
-        text: as it is written.
-        inside: whether it begins in a string of JSON.
-    """
-    result, done = b"", 0
-    for found in _SIGN.finditer(text):
-        if found[0] == b'"':
-            inside = not inside
-        elif inside and len(found[0]) == 1:
-            place = found.start()
-            return (result + text[done:place], text[place:]) if _BEGUN.match(text, place) else None
-        elif inside:
-            result += text[done : found.start()] + _character(found[0])
-            done = found.end()
-    return result + text[done:], b""
-
-
-def _characters(begun: bytes) -> Iterator[tuple[int, int]]:
-    """Spans of code points that a begun escape may become."""
-    units = [
-        (int(digits or b"0", 16) << (size := 4 * (4 - len(digits))), 1 << size) for digits in _UNITS.findall(begun)
-    ]
-    if not units:
-        yield 0, _LAST
-        return
-    (first, count), last = units[0], sum(units[0]) - 1
-    if count == 1:  # the first half of a pair
-        low, more = units[1] if len(units) > 1 else (0, 1 << 16)
-        start = 0x10000 + ((first - 0xD800) << 10)
-        yield start + max(low, 0xDC00) - 0xDC00, start + min(low + more - 1, 0xDFFF) - 0xDC00
-        return
-    for low, high in ((first, min(last, 0xD7FF)), (max(first, 0xE000), last)):
-        if low <= high:
-            yield low, high
-    if first <= 0xDBFF and last >= 0xD800:
-        high = min(last, 0xDBFF) - 0xD800
-        yield 0x10000 + ((max(first, 0xD800) - 0xD800) << 10), 0x10000 + (high << 10) + 0x3FF
-
-
-def _utf8(code: int) -> bytes:
-    return chr(code).encode(errors="surrogatepass")
-
-
-def _span(head: bytes) -> tuple[int, int]:
-    """Code points whose UTF-8 begins so."""
-    size = 2 if head[0] < 0xE0 else 3 if head[0] < 0xF0 else 4
-    value = head[0] & (0x7F >> size)
-    for byte in head[1:]:
-        value = value << 6 | byte & 0x3F
-    missing = 6 * (size - len(head))
-    return max(value << missing, _LEAST[size]), min((value << missing) + (1 << missing) - 1, _LAST)
+def _bits(parser: LLMatcher) -> Mask:
+    return np.frombuffer(parser.compute_bitmask(), np.uint8)

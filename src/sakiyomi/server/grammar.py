@@ -16,7 +16,8 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.row_processor import RowProcessor
 from sakiyomi.server.errors import ApiError, bad_request
-from sakiyomi.server.escapes import JSON_OUTLINE, Matcher, Vocabulary
+from sakiyomi.server.escape_tables import Vocabulary
+from sakiyomi.server.escapes import JSON_OUTLINE, Matcher
 from sakiyomi.server.pair_rules import Value
 from sakiyomi.server.reply_rules import ReplyRules, parameters_of
 from sakiyomi.server.schema import FunctionTool
@@ -61,7 +62,8 @@ class Constraint:
         if (reason := self._matcher.error().partition("\n")[0]) or not allowed.any():
             reason = reason or "no token fits"
             raise InputError(f"the grammar cannot be followed any further ({reason}); ask for something simpler")
-        scores[0, len(allowed) :] = -torch.inf
+        if len(allowed) < scores.shape[1]:
+            scores[0, len(allowed) :] = -torch.inf
         scores[0, : len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
         return scores
 
@@ -77,17 +79,15 @@ class Constraint:
             tokens = [*before, *self._tokenizer.encode(text, add_special_tokens=False)]
         return tokens[len(before) :]
 
-    def _follow(self, path: Sequence[int]) -> bool:
+    def _follow(self, path: list[int]) -> bool:
         """Move the matcher to the end of this path; False if the path breaks the grammar."""
-        common = 0
-        for known, token in zip(self._read, path, strict=False):
-            if known != token:
-                break
-            common += 1
+        common = min(len(self._read), len(path))
+        if self._read[:common] != path[:common]:
+            common = next(i for i in range(common) if self._read[i] != path[i])
         if common < len(self._read):
             self._matcher.rollback(len(self._read) - common)
             del self._read[common:]
-        rest = list(path[common:])
+        rest = path[common:]
         taken = self._matcher.try_consume_tokens(rest) if rest else 0
         self._read += rest[:taken]
         return taken == len(rest)
