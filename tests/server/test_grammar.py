@@ -147,7 +147,7 @@ def test_what_a_grammar_forces_is_drafted(temperature: float) -> None:
             constraint.forced = lambda history: ()  # type: ignore[method-assign]
         params = SamplingParams(
             max_new_tokens=96, temperature=temperature, seed=3, acceptance="coupled" if temperature else "auto",
-            logits_processors=[constraint],  # type: ignore[list-item]
+            logits_processors=[constraint],
         )  # fmt: skip
         found.append(llm.generate([prompt], params)[0])
     assert json.loads(found[0].text)["a_long_name"].endswith("choice")
@@ -167,12 +167,17 @@ def test_a_constraint_follows_paths_back_and_forth() -> None:
     wrong = tokenizer('{"name": 12')["input_ids"]
     paths = [ids[:n] for n in (0, 5, 3, len(ids), 1)] + [wrong, ids[:4], [*ids, 0], ids]
     one = fresh()
+
+    def changed(constraint: Constraint, text: list[int], path: list[int], width: int = 320) -> torch.Tensor:
+        scores = torch.zeros(width)
+        constraint.change([1, 2, *text], path, scores)
+        return scores
+
     for path in paths:
-        history = torch.tensor([[1, 2, *path]])
-        got, expected = one(history, torch.zeros(1, 320)), fresh()(history, torch.zeros(1, 320))
+        got, expected = changed(one, [], path), changed(fresh(), path, [])
         assert torch.equal(got, expected)
         assert got.isinf().any() == (path != wrong and path[-1:] != [0])  # behind the end nothing counts any more
-    assert one(torch.tensor([[1, 2, *ids]]), torch.zeros(1, 330))[0].isfinite().nonzero().tolist() == [[0]]
+    assert changed(one, ids[:3], ids[3:], 330).isfinite().nonzero().tolist() == [[0]]
 
 
 SIGNS = ["a <|end|> b", "é/\U0001f600"]

@@ -123,8 +123,8 @@ class Sampler:
         bias[list(chosen)] = torch.tensor(list(chosen.values()), dtype=torch.float32)
         return bias
 
-    def _make_processors(self) -> list[LogitsProcessor]:
-        processors: list[LogitsProcessor] = []
+    def _make_processors(self) -> list[LogitsProcessor | RowProcessor]:
+        processors: list[LogitsProcessor | RowProcessor] = []
         params = self.params
         if params.repetition_penalty != 1.0:
             from transformers import RepetitionPenaltyLogitsProcessor
