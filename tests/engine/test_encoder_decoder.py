@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
@@ -97,6 +98,36 @@ def test_text_with_drafts_without_a_model_is_that_of_transformers(name: str, whi
     llm = llm_of(name, which)
     assert tokens(llm, sources(name), params(gamma=4)) == wanted(name)
     assert not llm.engine.busy
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("which", ["none", "self", "suffix"])
+@pytest.mark.parametrize("name", FOUR)
+def test_rounds_in_the_kernels_read_each_requests_source(
+    name: str, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also log probabilities come from there, which speech asks for."""
+    draft = ModelDrafter(build_runner(model_of(name), max_slots=3), VOCAB) if which == "self" else which
+    llm = LLM((model_of(name), TOKENIZER), draft, strict=True, max_batch=3)
+    values, plain = params(gamma=3, logprobs=0), llm_of(name).generate(sources(name), params(logprobs=0))
+    for _ in range(3):
+        llm.generate(sources(name), values)
+        llm.wait()
+    seen, run = list[bool](), NativeRounds.run
+
+    def watched(*round_: Any) -> Any:
+        steps = run(*round_)
+        seen.append(steps is not None)
+        return steps
+
+    monkeypatch.setattr(NativeRounds, "run", watched)
+    done = llm.generate(sources(name), values)
+    assert [out.token_ids for out in done] == wanted(name)
+    assert all(seen) and len(seen) > 5
+    for out, alone in zip(done, plain, strict=True):
+        assert [entry.logprob for entry in out.trace] == [
+            pytest.approx(entry.logprob, abs=1e-4) for entry in alone.trace
+        ]
 
 
 @pytest.mark.few(1)

@@ -103,10 +103,11 @@ def pack_draft(request: Request, draft: Draft, width: int, numbers: list[int]) -
 
 
 def watched(request: Request) -> bool:
-    """Whether a request wants more of a round than the kernels leave, or reads the input of an encoder."""
-    options, params = request.options, request.context.params
-    seen = options.rounds_trace or options.keep_logits or params.logprobs is not None
-    return seen or request.context.source is not None
+    """Whether a request wants more of a round than the kernels leave."""
+    options, logprobs = request.options, request.context.params.logprobs
+    # Of a greedy token the logarithm of its chance is wanted, which they do leave.
+    told = logprobs is None or (logprobs == 0 and request.sampler.greedy)
+    return options.rounds_trace or options.keep_logits or not told
 
 
 def judged(request: Request, drafter: GrowingDrafter | None, target: ModelRunner) -> bytes:

@@ -246,6 +246,8 @@ class Request:
         ]
         if used > accepted:
             entries.append(TokenTrace(tokens[accepted], "target", found.kind, number, chances[accepted]))
+        if self.context.params.logprobs is not None:
+            entries = [entry._replace(logprob=_log(chance)) for entry, chance in zip(entries, chances, strict=False)]
         self._count(found.nodes, accepted, len(found.refused), used)
         return self._take(tokens[:used], entries, text, reason)
 
@@ -331,7 +333,7 @@ class Request:
             status: Status = "accepted" if draw else verdict.kind
             source, prob = (draw.drafter, draw.prob) if draw else ("target", None)
             top = _top_logprobs(rows, row, most) if most else ()
-            logprob = math.log(max(plain[i], _LEAST)) if plain else None
+            logprob = _log(plain[i]) if plain else None
             entries.append(TokenTrace(token, source, status, number, chances[i], prob, top, lossy, logprob))
         return entries
 
@@ -390,6 +392,10 @@ def score_tokens(logits: Tensor, tokens: Sequence[int], most: int) -> list[Promp
     values, best = chances.topk(min(most, chances.shape[1]))
     tops = [tuple(zip(*row, strict=True)) for row in zip(best.tolist(), values.tolist(), strict=True)]
     return list(map(PromptToken, tokens, chosen[:, 0].tolist(), ranks, tops))
+
+
+def _log(chance: float) -> float:
+    return math.log(max(chance, _LEAST))
 
 
 def _top_logprobs(rows: Rows, row: int, most: int) -> tuple[tuple[int, float], ...]:

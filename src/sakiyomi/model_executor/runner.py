@@ -209,7 +209,7 @@ class ModelRunner(Session):
             or eviction.shifts
             or self._reassigned
             or self.cache.states.stores
-            or self.sources is not None
+            or (self.sources is not None and not self.backend.keeps)
             or self._note is not None
             or eviction.observations is not None
         )
