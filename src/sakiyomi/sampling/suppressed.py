@@ -27,11 +27,13 @@ class SuppressedTokens(RowProcessor):
 
     def __init__(self, tokens: Tensor, begin: int | None = None) -> None:
         self.tokens, self.begin = tokens.to(torch.int64), begin
+        self.largest = int(tokens.max()) if len(tokens) else -1
 
     def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
         """See ``RowProcessor``."""
         if self.begin in (None, len(text) + len(path)):
-            scores[self.tokens[self.tokens < scores.shape[-1]]] = -torch.inf
+            known = self.tokens if self.largest < len(scores) else self.tokens[self.tokens < len(scores)]
+            scores.index_fill_(0, known.to(scores.device), -torch.inf)
 
 
 def forbidding(settings: Any, begin: int) -> list[SuppressedTokens]:
