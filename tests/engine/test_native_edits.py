@@ -46,7 +46,7 @@ def even(history: Tensor, scores: Tensor) -> Tensor:
 class Rotating(RowProcessor):
     """Prefers another token at every place."""
 
-    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Any) -> None:
         scores[(sum(text) + 3 * sum(path)) % VOCAB] += 1.5
 
 

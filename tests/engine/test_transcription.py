@@ -132,7 +132,7 @@ def test_rules_are_those_of_transformers(first: int | None) -> None:
         scores = 2 * torch.randn(1, VOCAB, generator=generator)
         expected = theirs(history, scores)
         row = scores[0].clone()
-        ours.change(history[0, :4].tolist(), history[0, 4:].tolist(), row)
+        ours.change(history[0, :4].tolist(), history[0, 4:].tolist(), row.numpy())
         assert torch.equal(row, expected[0])
         chosen += bool(expected[0, :ZERO].isinf().all())
     assert 50 < chosen < 250, "both kinds of tokens are preferred"

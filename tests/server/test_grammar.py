@@ -170,7 +170,7 @@ def test_a_constraint_follows_paths_back_and_forth() -> None:
 
     def changed(constraint: Constraint, text: list[int], path: list[int], width: int = 320) -> torch.Tensor:
         scores = torch.zeros(width)
-        constraint.change([1, 2, *text], path, scores)
+        constraint.change([1, 2, *text], path, scores.numpy())
         return scores
 
     for path in paths:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import numpy as np
+
+    Scores = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class RowProcessor(ABC):
     """Stands among logits processors; rows of drafts come in any order, and each is judged by its tokens alone."""
 
     @abstractmethod
-    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Scores) -> None:
         """Change a row in place.
 
         Args:
             text: all tokens that are committed, prompt included: the same list in all calls, which grows.
             path: tokens of a draft behind them.
-            scores: (V,) float32 logits of the token that follows.
+            scores: (V,) logits of the token that follows.
 
         Raises:
             InputError: there is no such token; it ends the request.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from sakiyomi.core.row_processor import RowProcessor
+
+if TYPE_CHECKING:
+    from sakiyomi.core.row_processor import Scores
 
 
 class TimestampRules(RowProcessor):
@@ -26,24 +29,26 @@ class TimestampRules(RowProcessor):
     def __init__(self, begin: int, silent: int, end: int, first: int | None) -> None:
         self._begin, self._silent, self._zero, self._end, self._first = begin, silent, silent + 1, end, first
 
-    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Scores) -> None:
         """See ``RowProcessor``."""
         zero = self._zero
         written = [*text[self._begin :], *path]
-        scores[self._silent] = -torch.inf
+        scores[self._silent] = -np.inf
         if not written:
-            scores[:zero] = -torch.inf
+            scores[:zero] = -np.inf
             if self._first is not None:
-                scores[zero + self._first + 1 :] = -torch.inf
+                scores[zero + self._first + 1 :] = -np.inf
             return
         after_time = written[-1] >= zero
         paired = len(written) < 2 or written[-2] >= zero
         if after_time and paired:
-            scores[zero:] = -torch.inf
+            scores[zero:] = -np.inf
         elif after_time:
-            scores[: self._end] = -torch.inf
+            scores[: self._end] = -np.inf
         last = next((token for token in reversed(written) if token >= zero), None)
         if last is not None:  # the second of a pair may be equal to the first
-            scores[zero : last + (not after_time or paired)] = -torch.inf
-        if scores[zero:].logsumexp(0) > scores[:zero].max():
-            scores[:zero] = -torch.inf
+            scores[zero : last + (not after_time or paired)] = -np.inf
+        times = scores[zero:]
+        largest = times.max()
+        if largest > -np.inf and np.log(np.exp(times - largest).sum()) + largest > scores[:zero].max():
+            scores[:zero] = -np.inf

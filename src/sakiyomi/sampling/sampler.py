@@ -46,7 +46,9 @@ class _Processors:
         history: Tensor | None = None
         for processor in self.each:
             if isinstance(processor, RowProcessor):
-                processor.change(text.tolist() if isinstance(text, Tensor) else text, path, scores)
+                host = scores.cpu()
+                processor.change(text.tolist() if isinstance(text, Tensor) else text, path, host.numpy())
+                scores.copy_(host)  # nothing, if it is the same tensor
                 continue
             if history is None:
                 common = self._tensor(text).to(scores.device)

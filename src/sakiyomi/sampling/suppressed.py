@@ -8,32 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from sakiyomi.core.row_processor import RowProcessor
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
+    from sakiyomi.core.row_processor import Scores
+
 
 class SuppressedTokens(RowProcessor):
     """Forbids tokens.
 
     Args:
-        tokens: (n,) their ids; those beyond the vocabulary are ignored.
+        tokens: their ids; those beyond the vocabulary are ignored.
         begin: number of tokens before the only one that is concerned; None: all are.
     """
 
-    def __init__(self, tokens: Tensor, begin: int | None = None) -> None:
-        self.tokens, self.begin = tokens.to(torch.int64), begin
-        self.largest = int(tokens.max()) if len(tokens) else -1
+    def __init__(self, tokens: Sequence[int], begin: int | None = None) -> None:
+        self.tokens, self.begin = np.array(tokens, np.int64), begin
 
-    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Scores) -> None:
         """See ``RowProcessor``."""
         if self.begin in (None, len(text) + len(path)):
-            known = self.tokens if self.largest < len(scores) else self.tokens[self.tokens < len(scores)]
-            scores.index_fill_(0, known.to(scores.device), -torch.inf)
+            scores[self.tokens[self.tokens < len(scores)]] = -np.inf
 
 
 def forbidding(settings: Any, begin: int) -> list[SuppressedTokens]:
@@ -44,7 +43,7 @@ def forbidding(settings: Any, begin: int) -> list[SuppressedTokens]:
         begin: number of tokens that the decoder begins with.
     """
     lists = (settings.suppress_tokens, None), (settings.begin_suppress_tokens, begin)
-    return [SuppressedTokens(torch.tensor(tokens), at) for tokens, at in lists if tokens is not None]
+    return [SuppressedTokens(tokens, at) for tokens, at in lists if tokens is not None]
 
 
 def lighter(processor: LogitsProcessor | SuppressedTokens) -> Any:
@@ -54,7 +53,7 @@ def lighter(processor: LogitsProcessor | SuppressedTokens) -> Any:
     from transformers import SuppressTokensAtBeginLogitsProcessor, SuppressTokensLogitsProcessor
 
     if type(processor) is SuppressTokensLogitsProcessor:
-        return SuppressedTokens(processor.suppress_tokens)
+        return SuppressedTokens(processor.suppress_tokens.tolist())
     if type(processor) is SuppressTokensAtBeginLogitsProcessor:
-        return SuppressedTokens(processor.begin_suppress_tokens, processor.begin_index)
+        return SuppressedTokens(processor.begin_suppress_tokens.tolist(), processor.begin_index)
     return processor

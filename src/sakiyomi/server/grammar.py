@@ -7,12 +7,10 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from llguidance import LLTokenizer
-from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.row_processor import RowProcessor
@@ -23,6 +21,9 @@ from sakiyomi.server.pair_rules import Value
 from sakiyomi.server.reply_rules import ReplyRules, parameters_of
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import ToolFormat
+
+if TYPE_CHECKING:
+    from sakiyomi.core.row_processor import Scores
 
 # Without a limit an unsure model may write white space for ever, which no rule forbids.
 LAYOUT = {"whitespace_pattern": r"[ \n\t]{1,24}"}
@@ -50,7 +51,7 @@ class Constraint(RowProcessor):
         self._matcher, self._prompt, self._tokenizer = matcher, prompt, tokenizer
         self._read: list[int] = []
 
-    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Scores) -> None:
         """See ``RowProcessor``.
 
         Raises:
@@ -62,12 +63,8 @@ class Constraint(RowProcessor):
         if (reason := self._matcher.error().partition("\n")[0]) or not allowed.any():
             reason = reason or "no token fits"
             raise InputError(f"the grammar cannot be followed any further ({reason}); ask for something simpler")
-        if len(allowed) < len(scores):
-            scores[len(allowed) :] = -torch.inf
-        if scores.device.type == "cpu":  # torch takes five times as long
-            np.copyto(scores.numpy()[: len(allowed)], -np.inf, where=~allowed)
-        else:
-            scores[: len(allowed)].masked_fill_(torch.from_numpy(~allowed).to(scores.device), -torch.inf)
+        scores[len(allowed) :] = -np.inf
+        np.copyto(scores[: len(allowed)], -np.inf, where=~allowed)
 
     def forced(self, history: Sequence[int]) -> Sequence[int]:
         """Tokens for the text that the grammar leaves no choice about: a draft, since others may spell it, too."""
@@ -107,11 +104,10 @@ class Penalties(RowProcessor):
     def __init__(self, frequency: float, presence: float, prompt: int) -> None:
         self._frequency, self._presence, self._prompt = frequency, presence, prompt
 
-    def change(self, text: Sequence[int], path: Sequence[int], scores: Tensor) -> None:
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Scores) -> None:
         """See ``RowProcessor``."""
-        written = torch.tensor([*text[self._prompt :], *path], dtype=torch.int64, device=scores.device)
-        tokens, counts = torch.unique(written, return_counts=True)
-        scores[tokens] -= self._frequency * counts.to(scores.dtype) + self._presence
+        tokens, counts = np.unique(np.array([*text[self._prompt :], *path], np.int64), return_counts=True)
+        scores[tokens] -= self._frequency * counts.astype(np.float32) + self._presence
 
 
 class Grammars:
