@@ -134,16 +134,23 @@ def begun(own: LLM, path: Path) -> tuple[Transcript, str]:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("earlier", [False, True])
 def test_ctrl_c_keeps_what_was_said(
-    run: Run, own: LLM, files: list[Path], tmp_path: Path, request: pytest.FixtureRequest
+    earlier: bool, run: Run, own: LLM, files: list[Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    """A whole transcript of before, too."""
+    kept = {f"{files[1].stem}.srt": "all of it"} if earlier else {}
+    for name, text in kept.items():
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / name).write_text(text, encoding="utf-8")
     part, stopped = begun(own, files[1])
     transcripts = [wanted(own, files[0]), part]
     request.getfixturevalue("ctrl_c")
     done = run(*files, tmp_path / "c.wav", "--format", "srt", "--output-dir", tmp_path / "out")
     assert done.exit_code == 130
-    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()} == {
-        f"{path.stem}.srt": WRITERS["srt"](transcript) for path, transcript in zip(files, transcripts, strict=True)
+    names = [f"{files[0].stem}.srt", f"{files[1].stem}{'.partial' * earlier}.srt"]
+    assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "out").iterdir()} == kept | {
+        name: WRITERS["srt"](transcript) for name, transcript in zip(names, transcripts, strict=True)
     }
     assert done.stdout == "".join(map(WRITERS["txt"], transcripts))
     *_, told, last = done.stderr.splitlines()

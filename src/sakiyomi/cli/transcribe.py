@@ -76,7 +76,7 @@ def transcribe(options: TranscribeOptions, params: TranscriptionParams, model: L
 
     The target is a speech model (whisper); the output is its own, and a smaller model as draft makes it faster. The
     text is printed segment by segment. A file that cannot be read does not stop the others; the exit code is then 1.
-    After Ctrl-C the output holds what was said until then.
+    After Ctrl-C the output holds what was said until then; an earlier file stays, with NAME.partial beside it.
 
     Example: sakiyomi transcribe talk.mp3 --model whisper-tiny --format srt --output-dir subtitles
     """
@@ -106,7 +106,7 @@ def transcribe(options: TranscribeOptions, params: TranscriptionParams, model: L
             del sound  # an hour of samples is 230 MB
             transcript, stopped = _transcribed(name, begun, _printer(options, params, output))
             if transcript.segments or not stopped:
-                _write(options, name, transcript, output)
+                _write(options, name, transcript, output, whole=not stopped)
         except SakiyomiError as error:
             fails(name, error)
         else:
@@ -178,14 +178,18 @@ def _printer(options: TranscribeOptions, params: TranscriptionParams, output: Js
     return show
 
 
-def _write(options: TranscribeOptions, name: str, transcript: Transcript, output: JsonOption) -> None:
-    """The files of a transcript, or its text on stdout where that was not printed before."""
+def _write(options: TranscribeOptions, name: str, transcript: Transcript, output: JsonOption, *, whole: bool) -> None:
+    """The files of a transcript, or its text on stdout where that was not printed before.
+
+    One that is not whole goes beside an earlier file of that name.
+    """
     for ending in options.endings:
         text = WRITERS[ending](transcript)
         if options.output_dir is not None:
-            with whole_file(
-                Path(options.output_dir) / f"{_stem(name)}.{ending}", "choose another --output-dir"
-            ) as path:
+            place = Path(options.output_dir) / f"{_stem(name)}.{ending}"
+            if not whole and place.exists():
+                place = place.with_name(f"{_stem(name)}.partial.{ending}")
+            with whole_file(place, "choose another --output-dir") as path:
                 path.write_text(text, encoding="utf-8")
         elif ending != "txt" and not output.json:
             write(stdout(), text)

@@ -20,8 +20,8 @@ from sakiyomi.drafters.beside import fewer_bits
 from sakiyomi.drafters.block_heads.formats import read_block
 from sakiyomi.drafters.block_heads.module import make_block
 from sakiyomi.drafters.block_heads.runner import BlockRunner, Written
+from sakiyomi.drafters.draft_tree_state import TreePlan
 from sakiyomi.drafters.model import LONG
-from sakiyomi.drafters.native_trees import TreePlan
 from sakiyomi.drafters.seats import Seat, SeatDrafter
 from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.loading.model import Loaded

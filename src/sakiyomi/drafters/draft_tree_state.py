@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,29 @@ from sakiyomi.sampling.sampler import Sampler
 _Listed = tuple[list[int], list[float]]
 
 
+class TreePlan(NamedTuple):
+    """What a tree is to become.
+
+    Attributes:
+        tree: without a level.
+        builder: decides its shape.
+        worth: what a token is worth, where that is weighed.
+        levels: what turns the scores of each level's candidates into chances; one: of all.
+        breadth: most candidates of a place, where nodes are picked; None: as many as the builder wants.
+    """
+
+    tree: CandidateTree
+    builder: Builder
+    worth: TokenValue | None
+    levels: Sequence[Confidence]
+    breadth: int | None = None
+
+    def candidate_count(self, place: int) -> int:
+        """How many children a place should have."""
+        count = self.builder.candidate_count(self.tree, place)
+        return count if self.breadth is None or not self.builder.picks else min(count, self.breadth)
+
+
 @dataclass(eq=False, slots=True)
 class DraftTreeState:
     """The draft of one request while it grows.
@@ -32,9 +55,7 @@ class DraftTreeState:
     Attributes:
         context, sampler: of the request.
         name: of the drafter; it names the stream of uniforms that candidates are drawn with.
-        candidates: the tokens that may become nodes of the tree.
-        builder: decides the shape of the tree.
-        confidence: turns scores into chances of acceptance.
+        plan: what the tree is to become.
         drawn: whether candidates are drawn rather than chosen. Then none may be dropped because of its token.
         slot: of the request in the model's cache.
         held: committed tokens whose keys and values were in that slot at the beginning.
@@ -45,16 +66,14 @@ class DraftTreeState:
         unread: candidates that the model reads in the next pass.
         listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
             tokens that were listed as children, with their scores.
+        candidates, builder, worth: of the plan.
         first: position of the tokens of the first level.
-        worth: value of a token, where the tree's size follows from it and from the candidates' chances.
     """
 
     context: Context
     sampler: Sampler
     name: str
-    candidates: CandidateTree
-    builder: Builder
-    confidence: Confidence
+    plan: TreePlan
     drawn: bool
     slot: int
     held: int
@@ -65,14 +84,16 @@ class DraftTreeState:
     _drawn_from: list[Row] = field(default_factory=list)
     _table: Tensor | None = None  # all of them, where they lie together
     _row_of: dict[int, int] = field(default_factory=dict)
-    first: int = field(init=False)
+    candidates: CandidateTree = field(init=False)
+    builder: Builder = field(init=False)
     worth: TokenValue | None = field(init=False)
+    first: int = field(init=False)
     lead: int = 0
     given: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def __post_init__(self) -> None:
         self.first = len(self.context.tokens)
-        self.worth = None if self.drawn else self.context.worth
+        self.candidates, self.builder, self.worth = self.plan.tree, self.plan.builder, self.plan.worth
 
     @property
     def columns(self) -> int:
@@ -188,11 +209,12 @@ class DraftTreeState:
 
     def candidate_count(self, place: int) -> int:
         """How many children a place should have."""
-        return self.builder.candidate_count(self.candidates, place)
+        return self.plan.candidate_count(place)
 
     def confidence_at(self, level: int) -> Confidence:
         """What turns the scores of a level's candidates into chances; 0 is the first level."""
-        return self.confidence
+        levels = self.plan.levels
+        return levels[level if len(levels) > 1 else 0]
 
     def draft(self, chosen: list[int]) -> Draft:
         """The proposal, of candidates that are chosen: see ``drafts_of``."""

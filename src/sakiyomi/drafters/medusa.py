@@ -15,11 +15,10 @@ from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.drafters.base import Context, DrafterContext, HiddenStates
-from sakiyomi.drafters.draft_tree_state import RequestMemory
+from sakiyomi.drafters.draft_tree_state import RequestMemory, TreePlan
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
-from sakiyomi.drafters.native_trees import TreePlan
 from sakiyomi.drafters.slot_tree import OnePassDrafter, Slots, SlotTree
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.runner import ModelRunner

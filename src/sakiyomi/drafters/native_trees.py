@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_length import TokenValue
-from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, TreePlan
 from sakiyomi.drafters.native_texts import NOTHING, Wanted, doubles
-from sakiyomi.drafters.trees import Builder, CandidateTree
 from sakiyomi.kernels.native import pointer
 from sakiyomi.model_executor.kernel_rounds import Around, FedRows, KernelRounds
 from sakiyomi.model_executor.runner import ModelRunner
@@ -30,29 +28,6 @@ _ROOT = struct.Struct("=6q3d2Qq")  # Root in growth.h
 _SHAPES = {"chain": 0, "best-first": 1, "ddtree": 2, "dynamic": 3, "fixed": 4}
 _RULES = {"greedy": 0, "coupled": 1}  # else 2 where candidates are drawn, and 3
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
-
-
-class TreePlan(NamedTuple):
-    """What a tree is to become.
-
-    Attributes:
-        tree: without a level.
-        builder: decides its shape.
-        worth: what a token is worth, where that is weighed.
-        levels: what turns the scores of each level's candidates into chances; one: of all.
-        breadth: most candidates of a place, where nodes are picked; None: as many as the builder wants.
-    """
-
-    tree: CandidateTree
-    builder: Builder
-    worth: TokenValue | None
-    levels: Sequence[Confidence]
-    breadth: int | None = None
-
-    def candidate_count(self, place: int) -> int:
-        """How many children a place should have."""
-        count = self.builder.candidate_count(self.tree, place)
-        return count if self.breadth is None or not self.builder.picks else min(count, self.breadth)
 
 
 class TreeSize(NamedTuple):
@@ -173,7 +148,7 @@ class NativeTrees:
         """The size of a tree that the kernels can grow; None for others, such as trees with logits processors."""
         if (self._fed is None and type(state) is not DraftTreeState) or state.sampler.edits or state.candidates.levels:
             return None
-        return TreeSize.of(TreePlan(state.candidates, state.builder, state.worth, (state.confidence,)))
+        return TreeSize.of(state.plan)
 
     def _table(self, index: int, places: int) -> Tensor:
         """Room for the distributions of so many places, whose candidates are drawn."""

@@ -16,9 +16,8 @@ from torch import Tensor
 from sakiyomi.drafters.base import Context, Rule
 from sakiyomi.drafters.beside import Beside
 from sakiyomi.drafters.confidence import RANKS, Confidence
-from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, TreePlan
 from sakiyomi.drafters.head_model import over_vocabulary
-from sakiyomi.drafters.native_trees import TreePlan
 from sakiyomi.drafters.tree_reader import SHARPNESS, GrowingDrafter, TreeReader, begin_tree, is_drawn
 from sakiyomi.drafters.trees import BestFirst
 from sakiyomi.model_executor.runner import ModelRunner
@@ -35,47 +34,16 @@ _Path = tuple[int, ...]  # ranks
 
 @dataclass(eq=False)
 class SlotTree(DraftTreeState):
-    """The tree of one request, a level for each slot.
+    """The tree of one request, a level for each slot."""
 
-    Attributes:
-        levels: turns the scores of each slot into chances.
-        width: most candidates of a place, where nodes are picked; None: as many as the builder wants.
-    """
-
-    levels: Sequence[Confidence] = ()
-    width: int | None = None
     _known: dict[int, _Found] | None = field(default_factory=dict)  # by slot; None: a slot's candidates differ
     _sure: dict[int, float] = field(default_factory=dict)  # by place, of the level that is read
     _trust: float | None = None  # of the place that is read
-
-    @classmethod
-    def of(cls, plan: TreePlan, context: Context, name: str, sampler: Sampler) -> SlotTree:
-        """The tree of a plan, without a level.
-
-        Args:
-            plan: of the tree.
-            context: of the request.
-            name: of the drafter.
-            sampler: of the request.
-        """
-        shape = plan.tree, plan.builder, plan.levels[0]
-        tree = cls(context, sampler, name, *shape, is_drawn(context), context.slot, 0)
-        tree.levels, tree.width = plan.levels, plan.breadth
-        return tree
 
     @property
     def columns(self) -> int:
         """See ``DraftTreeState.columns``: in the one pass stand masks for all levels but the first."""
         return self.first - self.lead + self.candidates.depth - 1
-
-    def confidence_at(self, level: int) -> Confidence:
-        """See ``DraftTreeState.confidence_at``."""
-        return self.levels[level]
-
-    def candidate_count(self, place: int) -> int:
-        """See ``DraftTreeState.candidate_count``."""
-        count = super().candidate_count(place)
-        return count if self.width is None or not self.builder.picks else min(count, self.width)
 
     def grow(self, logits: Tensor) -> None:
         """Add all levels from the logits of all slots, (slots, V)."""
@@ -155,7 +123,9 @@ class SlotTree(DraftTreeState):
         level = self.candidates.levels
         found = self._known.get(level)
         if found is None or len(found[0]) < count:
-            found = self._known[level] = super()._candidates(place, logits, max(count, self.width or 0), position)
+            found = self._known[level] = super()._candidates(
+                place, logits, max(count, self.plan.breadth or 0), position
+            )
         tokens, probs, scores = found
         return tokens[:count], probs[:count], scores[:count]
 
@@ -203,7 +173,7 @@ class Slots:
             name: of the drafter.
             sampler: of the request.
         """
-        return SlotTree.of(self.plan(context, gamma, most), context, name, sampler)
+        return SlotTree(context, sampler, name, self.plan(context, gamma, most), is_drawn(context), context.slot, 0)
 
     def learn(self, rule: Rule, places: Sequence[tuple[int, Sequence[float]]]) -> None:
         """Learn what the target chose at each place of a tree that it came to, see ``GrowingDrafter.learn``."""
@@ -260,6 +230,7 @@ class ParallelReader(TreeReader):
         mask: token that stands for one to be guessed.
     """
 
+    state = SlotTree
     one_pass = True
     levels = MASKS
 
@@ -275,17 +246,6 @@ class ParallelReader(TreeReader):
         plan = self._slots.plan(context, min(gamma, room))
         plan.tree.depth = min(plan.tree.depth, room)
         return plan
-
-    def begin(
-        self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
-    ) -> DraftTreeState | None:
-        """See ``TreeReader.begin``."""
-        plan = self.plan(context, gamma)
-        if plan is None:
-            return None
-        tree = SlotTree.of(plan, context, name, sampler)
-        tree.slot, tree.held = slot, held
-        return tree
 
     def learn(self, rule: Rule, places: Sequence[tuple[int, Sequence[float]]]) -> None:
         """See ``TreeReader.learn``."""

@@ -18,9 +18,9 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter, Rule
 from sakiyomi.drafters.confidence import Confidence
-from sakiyomi.drafters.draft_tree_state import DraftTreeState, drafts_of
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, TreePlan, drafts_of
 from sakiyomi.drafters.head_model import over_vocabulary
-from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees, TreePlan
+from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.kernel_rounds import NOTHING, FedRows
@@ -119,8 +119,7 @@ class TreeReader:
         plan = self.plan(context, gamma)
         if plan is None:
             return None
-        drawn = is_drawn(context)
-        return self.state(context, sampler, name, plan.tree, plan.builder, plan.levels[0], drawn, slot, held)
+        return self.state(context, sampler, name, plan, is_drawn(context), slot, held)
 
     def plan(self, context: Context, gamma: int) -> TreePlan | None:
         """What a request's tree is to become, `gamma` levels wanted; None: the model's context ends here."""

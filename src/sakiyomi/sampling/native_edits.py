@@ -14,7 +14,7 @@ from torch import Tensor
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
 
 
-class _Edits(ctypes.Structure):  # Edits in verify.h
+class _Edits(ctypes.Structure):  # Edits in edits.h
     _fields_: ClassVar = [
         ("row", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
