@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from random_models import Numbers, random_llama
-from sakiyomi import LLM, InputError, SamplingParams
+from sakiyomi import LLM, InputError, RemovedError, SamplingParams
 from sakiyomi.core.row_processor import RowProcessor
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.lookup import PromptLookup
@@ -25,6 +27,11 @@ from sakiyomi.engine import engine as engine_module
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers import Rows
+from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
+from sakiyomi.sampling.verifiers.native import Case, verify_all
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
 
@@ -95,9 +102,11 @@ def made(kind: str, params: SamplingParams) -> LLM:
     return llm
 
 
-def written(kind: str, params: SamplingParams, *, kernels: bool) -> tuple[list[list[int]], list[bool]]:
-    """Texts, and of each round whether the kernels ran it."""
-    llm, seen, run = made(kind, params), list[bool](), NativeRounds.run
+def written(
+    kind: str, params: SamplingParams, *, kernels: bool, others: SamplingParams | None = None
+) -> tuple[list[list[int]], list[bool]]:
+    """Texts, and of each round whether the kernels ran it; all requests but the first have `others`, if any."""
+    llm, seen, run = made(kind, others or params), list[bool](), NativeRounds.run
 
     def watched(rounds: NativeRounds, *round_: Any) -> Any:
         steps = run(rounds, *round_) if kernels else None
@@ -109,7 +118,12 @@ def written(kind: str, params: SamplingParams, *, kernels: bool) -> tuple[list[l
         if not kernels:
             patch.setattr(NativeRounds, "score", lambda *_: None)
             patch.setattr(engine_module, "verify_all", lambda cases, logits: [None] * len(cases))
-        return [out.token_ids for out in llm.generate(PROMPTS, params)], seen
+        asked = [params, *[others or params] * (len(PROMPTS) - 1)]
+        done = llm.engine.complete(
+            llm.engine.submit(prompt, each, key=(i,))
+            for i, (prompt, each) in enumerate(zip(PROMPTS, asked, strict=True))
+        )
+        return [out.token_ids for out in done], seen
 
 
 # What is drawn depends on what was learnt of earlier drafts, and of merged ones Python passes over some.
@@ -126,6 +140,74 @@ def test_rounds_are_those_of_python(kind: str, edits: str, rule: str) -> None:
     assert found == expected
     plain = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=3, gamma=4, **RULES[rule])
     assert written(kind, plain, kernels=True)[0] != expected
+
+
+class Forcing(RowProcessor):
+    """As a grammar that knows what follows now and then: two tokens, of which one is right."""
+
+    def change(self, text: Sequence[int], path: Sequence[int], scores: Any) -> None:
+        if (len(text) + len(path)) % 5 == 0:
+            scores[:] = -torch.inf
+            scores[31] = 0
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        return [31, 7] if len(text) % 5 == 0 else ()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["none", "texts", "model"])
+def test_requests_beside_one_whose_tokens_are_known(kind: str, rule: str) -> None:
+    """They draft on in the kernels, with uniforms that nobody else has used."""
+    others = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=3, gamma=4, **RULES[rule])
+    params = replace(others, logits_processors=[Forcing()])
+    expected, _ = written(kind, params, kernels=False, others=others)
+    found, seen = written(kind, params, kernels=True, others=others)
+    assert all(seen) and len(seen) > 5
+    assert found == expected
+    assert {found[0][place] for place in range(40) if (len(PROMPTS[0]) + place) % 5 == 0} == {31}
+
+
+@pytest.mark.parametrize("rule", ["coupled", "ratio", "block"])
+def test_a_processor_may_run_another_model(rule: str) -> None:
+    """Which judges tokens in the same thread, in the middle of a verdict."""
+    inner = LLM((random_llama(64, 1, 4, 128, 300, torch.float32), Numbers()), None, max_batch=2)
+    short = SamplingParams(max_new_tokens=2, temperature=0.9, seed=1, ignore_eos=True)
+
+    def judging(history: Tensor, scores: Tensor) -> Tensor:
+        scores[0, inner.generate([history[0].tolist()], short)[0].token_ids[0] % VOCAB] += 2
+        return scores
+
+    params = SamplingParams(
+        max_new_tokens=20, ignore_eos=True, seed=3, gamma=4, temperature=0.7, acceptance=rule,  # type: ignore[arg-type]
+        logits_processors=[judging],
+    )  # fmt: skip
+    assert written("model", params, kernels=True)[0] == written("model", params, kernels=False)[0]
+
+
+def test_what_a_processor_gives_is_its_own() -> None:
+    own = torch.zeros(1, VOCAB)
+    rows = []
+    for given in (lambda *_: own, lambda _, scores: scores.bfloat16(), lambda _, s: s[:, :1].expand(1, VOCAB)):
+        params = SamplingParams(max_new_tokens=5, ignore_eos=True, logits_processors=[given, Rotating()])
+        rows.append(made("none", params).generate([PROMPTS[0]], params)[0].token_ids)
+    assert not own.any()
+    assert rows[0] == rows[2]  # all the same but one
+
+
+def test_a_sampler_may_follow_another_text() -> None:
+    sampler, logits = Sampler(SamplingParams(repetition_penalty=2.0), 10), torch.arange(10.0)[None]
+    for text in ([9, 8], [9], [7, 6]):
+        case = Case(Draft.empty(), 0, len(text), GreedyVerifier(), sampler, RequestNoise(1), text)
+        (verdict,) = verify_all([case], logits)
+        assert verdict is not None
+        assert (
+            verdict.token
+            == GreedyVerifier()
+            .verify(
+                Draft.empty(), Rows(logits, Sampler(sampler.params, 10), len(text), committed=text), RequestNoise(1)
+            )
+            .token
+        )
 
 
 @pytest.mark.parametrize("kind", ["none", "texts", "model"])
@@ -155,6 +237,20 @@ def test_a_row_without_tokens_is_said_as_by_python() -> None:
     llm = made("none", SamplingParams(max_new_tokens=9))
     with pytest.raises(InputError, match="no token"):
         llm.generate([PROMPTS[0]], params)
+
+
+def test_ctrl_c_at_the_first_token_ends_the_request() -> None:
+    """The row that its first token follows from is gone."""
+
+    def pressed(history: Tensor, scores: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    llm = made("none", SamplingParams(max_new_tokens=5))
+    request = llm.engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=5, logits_processors=[pressed]))
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    assert isinstance(request.error, RemovedError)
+    assert llm.generate(PROMPTS, SamplingParams(max_new_tokens=5))
 
 
 @pytest.mark.parametrize("kind", ["texts", "model"])

@@ -66,7 +66,8 @@ class Compiled(_Broken):
         if self._fault == "rows":
             logits = torch.cat([logits[:1], logits[1:].flip(0)])
         sampler = Sampler(SamplingParams(temperature=1.0), logits.shape[1])
-        (verdict,) = verify_all([Case(draft, 0, rows.position, self._verifier, sampler, noise)], logits)
+        case = Case(draft, 0, rows.position, self._verifier, sampler, noise, [])
+        (verdict,) = verify_all([case], logits)
         assert verdict is not None
         if self._fault == "uniforms":
             noise.counter = before

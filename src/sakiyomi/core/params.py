@@ -166,7 +166,8 @@ class SamplingParams:
         for processor in self.logits_processors:
             if not _is_processor(processor):
                 raise InputError(
-                    f"logits_processors has {processor!r} in it; give transformers LogitsProcessor objects"
+                    f"logits_processors has {processor!r} in it; give functions of ids and scores, such as "
+                    "transformers' LogitsProcessor objects"
                 )
 
     def _validate_tree(self) -> None:

@@ -1,4 +1,4 @@
-"""What changes a row of logits, and needs no tensors of the text."""
+"""Logits processors that change one row of logits in place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 
 
 class RowProcessor(ABC):
-    """Stands among logits processors; rows of drafts come in any order, and each is judged by its tokens alone."""
+    """Changes one row of logits in place; may be listed in ``SamplingParams.logits_processors``.
+
+    Rows of a draft's tree come in any order, and each is judged by its tokens alone.
+    """
 
     @abstractmethod
     def change(self, text: Sequence[int], path: Sequence[int], scores: Scores) -> None:
         """Change a row in place.
 
         Args:
-            text: all tokens that are committed, prompt included: the same list in all calls, which grows.
+            text: all tokens that are committed, prompt included.
             path: tokens of a draft behind them.
             scores: (V,) logits of the token that follows.
 

@@ -145,7 +145,7 @@ class NativeTrees:
         return grown.passes
 
     def _size_of(self, state: DraftTreeState) -> TreeSize | None:
-        """The size of a tree that the kernels can grow; None for others, such as trees with logits processors."""
+        """The size of a tree that the kernels can grow; None for others. Outside of rounds they change no rows."""
         if (self._fed is None and type(state) is not DraftTreeState) or state.sampler.edits or state.candidates.levels:
             return None
         return TreeSize.of(state.plan)

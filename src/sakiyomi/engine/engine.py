@@ -188,8 +188,8 @@ class Engine:
                 requests = [r for r in requests if r.id not in fresh]
             if requests:
                 clock = RoundClock(self.target)
-                depths, known = self._speculation.depths(requests), self._speculation.known(requests)
-                native = None if known else self._native.run(requests, depths, clock)  # all of it in the kernels
+                depths, known = self._speculation.depths(requests), self._speculation.known_drafts(requests)
+                native = self._native.run(requests, depths, known, clock)  # all of it in the kernels
                 if native is None:
                     drafted = self._speculation.propose(requests, depths, known)  # draft
                     native = self._native.score(requests, drafted, clock)  # the rest in the kernels
@@ -291,24 +291,28 @@ class Engine:
             parts: of a round, or of prompts that are read to their end, with empty drafts.
             output: of all their rows.
         """
-        steps = []
-        judged = cases(parts)
-        for (request, _, _), case, verdict in zip(parts, judged, verify_all(judged, output.whole), strict=True):
-            try:
-                draft, here = case.draft, slice(case.row, case.row + len(case.draft.tree.tokens) + 1)
-                rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
-                verdict = verdict or request.verifier.verify(draft, rows, case.noise)
-                self._speculation.give_states(request, output, case.row, verdict.path)
-                self._speculation.give_ranks(request, draft, output, case.row)
-                self._keep(request, draft, verdict, rows)
-                steps.append(request.commit(draft, verdict, rows))
-                self._evict(request)
-            except Exception as error:
-                steps.append(request.fail(error))
-            except BaseException:
-                # Ctrl-C between cache and tokens: what they hold may no longer belong together.
-                request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
-                raise
+        steps: list[Step] = []
+        judged, begun = cases(parts), None
+        try:
+            for (request, _, _), case, verdict in zip(parts, judged, verify_all(judged, output.whole), strict=True):
+                begun = request
+                try:
+                    draft, here = case.draft, slice(case.row, case.row + len(case.draft.tree.tokens) + 1)
+                    rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
+                    verdict = verdict or request.verifier.verify(draft, rows, case.noise)
+                    self._speculation.give_states(request, output, case.row, verdict.path)
+                    self._speculation.give_ranks(request, draft, output, case.row)
+                    self._keep(request, draft, verdict, rows)
+                    steps.append(request.commit(draft, verdict, rows))
+                    self._evict(request)
+                except Exception as error:
+                    steps.append(request.fail(error))
+        except BaseException:
+            # Ctrl-C between cache and tokens: what they hold may no longer belong together, and a prompt's row is lost.
+            for request in [part.request for part in parts[len(steps) :]]:
+                if request is begun or not request.decoding:
+                    request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
+            raise
         return steps
 
     def _keep(self, request: Request, draft: Draft, verdict: Verdict, rows: Rows) -> None:

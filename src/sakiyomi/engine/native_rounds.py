@@ -1,8 +1,8 @@
 """Rounds that the compiled kernels run: draft, score, verify, commit. Python reads what was committed.
 
-Used where no Python callback runs between the passes. Drafts of draft models and of heads grow there, too, those of
-text drafters are found there, merged ones are both, and those of others are given. All other requests, and all in a
-round with them, have the round of ``Engine``, which gives the same.
+Drafts of draft models and of heads grow there, too, those of text drafters are found there, merged ones are both, and
+those of others are given. Processors are called back for each row. Requests that want Python between the passes, and
+all in a round with them, have the round of ``Engine``, which gives the same.
 `kernels/round.h` keeps a request from round to round. If something else happened to it in between, its length shows it.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,24 @@ from sakiyomi.sampling.verifiers import Rows
 
 logger = logging.getLogger("sakiyomi")
 _NO_LOGITS = torch.empty(0)
+
+
+class _Round(NamedTuple):
+    """What a round is asked for.
+
+    Attributes:
+        requests: of the round.
+        depths: of their drafts that grow or are found in the kernels.
+        drafts: those that are given, by their requests' places.
+        drafted: what these took, where all are given.
+        clock: of the round.
+    """
+
+    requests: Sequence[Request]
+    depths: Sequence[int]
+    drafts: Mapping[int, Draft]
+    drafted: DraftBatch | None
+    clock: RoundClock
 
 
 class NativeRounds:
@@ -91,12 +109,15 @@ class NativeRounds:
         for request in list(self._turns):
             self.end(request)
 
-    def run(self, requests: Sequence[Request], depths: Sequence[int], clock: RoundClock) -> list[Step] | None:
+    def run(
+        self, requests: Sequence[Request], depths: Sequence[int], known: Mapping[int, Draft], clock: RoundClock
+    ) -> list[Step] | None:
         """A round of these requests, whose drafts grow or are found in the kernels.
 
         Args:
             requests: with their prompts read.
             depths: of their drafts.
+            known: drafts that are known, by their requests' places: see ``SpeculationController.known_drafts``.
             clock: of the round.
 
         Returns:
@@ -108,11 +129,12 @@ class NativeRounds:
         self._texts, seats = self._texts_of(requests), self._seats
         alone = seats is not None and seats.grower is self._drafter
         able = self._drafter is None or alone or self._texts is not None
-        if not able or (seats is not None and not seats.fits(depths)):
+        edited = any(request.sampler.edits for request in requests)
+        if not able or (seats is not None and not seats.fits(depths, edited=edited)):
             for request in requests if seats is not None else ():
                 self.end(request.id)  # its drafter is asked in Python
             return None
-        return self._run(requests, depths, None, clock)
+        return self._run(_Round(requests, depths, known, None, clock))
 
     def score(self, requests: Sequence[Request], drafted: DraftBatch, clock: RoundClock) -> list[Step] | None:
         """Score, verify and commit these drafts of Python.
@@ -120,33 +142,29 @@ class NativeRounds:
         Returns:
             What was committed; None: nothing was done, the round is Python's.
         """
-        plain = self._drafter is None and not drafted.repeats  # `run` has tried
-        if plain or any(request.fault is not None for request in requests):
+        if self._drafter is None or any(request.fault is not None for request in requests):
             return None
         self._texts = None
-        return self._run(requests, [0] * len(requests), drafted, clock)
+        return self._run(_Round(requests, [0] * len(requests), dict(enumerate(drafted.drafts)), drafted, clock))
 
-    def _run(
-        self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
-    ) -> list[Step] | None:
+    def _run(self, asked: _Round) -> list[Step] | None:
         try:
-            return self._round(requests, depths, drafted, clock)
+            return self._round(asked)
         except BaseException:
             # Ctrl-C: the kernels may have committed a round that the requests do not have.
-            for request in requests:
+            for request in asked.requests:
                 self.end(request.id)
             raise
 
-    def _round(
-        self, requests: Sequence[Request], depths: Sequence[int], drafted: DraftBatch | None, clock: RoundClock
-    ) -> list[Step] | None:
+    def _round(self, round_: _Round) -> list[Step] | None:
+        requests, depths, drafts, drafted, clock = round_
         texts, grower = self._texts, self._seats.grower if self._seats is not None else None
         reads = self._looking if texts is not None else grower
         before = reads.prefill_seconds if reads is not None else 0.0
         read = texts.members[0].prefill_seconds if texts is not None else 0.0
         done: Drafting | None = None
         try:
-            asked = self._begin(requests, depths, drafted.drafts if drafted is not None else None)
+            asked = self._begin(round_)
             if asked is not None:
                 states = self._wants_states and any(self._turns[request.id].seat is None for request in requests)
                 done = self._rounds.run(len(requests), asked, *self._costs, states=states)
@@ -168,24 +186,20 @@ class NativeRounds:
             texts.spent(done.besides + texts.members[0].prefill_seconds - read)
             if not done.passes:
                 own = DraftBatch([], done.besides, catching_up, max(found.depth for found in committed), asked=True)
-        clock.scored(requests, drafted or own)
-        return self._take(requests, committed, drafted, clock)
+        if drafted is None:
+            drafted = own._replace(repeats=True) if drafts else own
+        clock.scored(requests, drafted)
+        return self._take(round_, committed)
 
     # ------------------------------------------------------------ before the passes
 
-    def _begin(
-        self, requests: Sequence[Request], depths: Sequence[int], drafts: Sequence[Draft] | None
-    ) -> bytes | None:
+    def _begin(self, round_: _Round) -> bytes | None:
         """What to ask of the kernels; None: they cannot.
-
-        Args:
-            requests: of the round.
-            depths: of drafts that grow there.
-            drafts: that are given; None: they grow there.
 
         Raises:
             MemoryLimitError: there is no room for it.
         """
+        requests, depths, drafts, _, _ = round_
         target, rounds, seats = self._target, self._rounds, self._seats
         draft = rounds.models[0]  # the target itself, where there is none
 
@@ -210,18 +224,18 @@ class NativeRounds:
             if request.sampler.edits:
                 request.sampler.native_edits.follow(request.context.tokens)
             turns.append(turn)
-        if seats is not None and drafts is None:
-            drafting = [turn for turn, depth in zip(turns, depths, strict=True) if depth and self._asks(turn)]
-            seats.follow(drafting, max(depths))
-        if drafts is not None and not self._give(requests, turns, drafts):
-            return None
-        if drafts is None:
-            for turn, depth in zip(turns, depths, strict=True):
+        if seats is not None and len(drafts) < len(requests):
+            asking = [i for i, depth in enumerate(depths) if depth and i not in drafts]
+            seats.follow([turns[i] for i in asking if self._asks(turns[i])], max(depths))
+        for i, (request, turn, depth) in enumerate(zip(requests, turns, depths, strict=True)):
+            if i not in drafts:
                 self._size(turn, depth, len(requests))
+            elif not self._give(request, turn, drafts[i]):
+                return None
         rows = len(requests) + sum([turn.size.nodes for turn in turns])
         wanted = [seats.rows(turns) if seats is not None else 0, rows][-len(rounds.models) :]
         if not rounds.holds(wanted):  # a new object, which knows no request
-            return self._begin(requests, depths, drafts) if rounds.ready(wanted, places) else None
+            return self._begin(round_) if rounds.ready(wanted, places) else None
         moved = target.cache.moved or draft.cache.moved
         for request, turn in zip(requests, turns, strict=True):
             turn.reserve(request, target, draft, seats.grower.ahead if seats is not None else 0, moved)
@@ -274,29 +288,26 @@ class NativeRounds:
         wanted = self._texts.wanted(context, gamma, self._target.sizes[-1] // batch - 1)
         turn.size = turn.size.finding(wanted)
 
-    def _give(self, requests: Sequence[Request], turns: Sequence[Turn], drafts: Sequence[Draft]) -> bool:
-        """Give the kernels the drafts of a round; False: they do not take one of them."""
-        for request, turn, draft in zip(requests, turns, drafts, strict=True):
-            turn.size = TreeSize.none(len(draft.tree.tokens))
-            if not draft.tree.tokens:  # none was left there: nothing to give
-                continue
-            numbers: list[int] = []
-            packed = pack_draft(request, draft, self._target.vocab_size, numbers)
-            if not packed or not (self._target.backend.keeps or draft.tree.is_chain):
-                return False
-            given = packed, struct.pack(f"={len(numbers)}q", *numbers)
-            self._rounds.kernels.sk_draft(self._rounds.number, turn.number, *given)
+    def _give(self, request: Request, turn: Turn, draft: Draft) -> bool:
+        """Give the kernels a request's draft; False: they do not take it."""
+        turn.size = TreeSize.none(len(draft.tree.tokens))
+        if not draft.tree.tokens:  # none was left there: nothing to give
+            return True
+        numbers: list[int] = []
+        packed = pack_draft(request, draft, self._target.vocab_size, numbers)
+        if not packed or not (self._target.backend.keeps or draft.tree.is_chain):
+            return False
+        given = packed, struct.pack(f"={len(numbers)}q", *numbers)
+        self._rounds.kernels.sk_draft(self._rounds.number, turn.number, *given)
         return True
 
     # ------------------------------------------------------------ after the passes
 
-    def _take(
-        self, requests: Sequence[Request], committed: Sequence[Committed], drafted: DraftBatch | None, clock: RoundClock
-    ) -> list[Step]:
+    def _take(self, round_: _Round, committed: Sequence[Committed]) -> list[Step]:
         """Take over what a round has committed."""
+        requests, _, drafts, drafted, clock = round_
         steps, rows = [], 0
         features = self._rounds.features(self._target.sizes[-1])
-        drafts = drafted.drafts if drafted is not None else None
         ranked: PassOutput | None = None
         if self._reads and drafted is not None and drafted.asked:
             ranked = PassOutput(self._rounds.logits(), {}, self._target.sizes[-1])
@@ -304,9 +315,9 @@ class NativeRounds:
             try:
                 if features and self._turns[request.id].seat is None:
                     self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
-                if ranked is not None and drafts is not None:
+                if ranked is not None:
                     self._speculation.give_ranks(request, drafts[i], ranked, rows)
-                steps.append(self._commit(request, found, drafts[i] if drafts is not None else None))
+                steps.append(self._commit(request, found, drafts.get(i)))
             except Exception as error:
                 steps.append(request.fail(error))
             except BaseException:
@@ -335,11 +346,11 @@ class NativeRounds:
                 tuple(found.path), found.tokens[-1], found.kind, tuple(found.refused), tuple(found.chances)
             )
             rows = Rows(_NO_LOGITS, request.sampler, len(request.tokens))  # nobody reads them, see `judged`
-            return request.commit(draft, verdict, rows)
-        if self._texts is not None:
+            step = request.commit(draft, verdict, rows)
+        elif self._texts is not None:
             step = request.commit_round(found, [self._names[which] for which in found.members])
         else:
             step = request.commit_round(found, [seats.grower.name] * len(found.path) if seats is not None else ())
-        if seats is not None and draft is None:
+        if seats is not None:
             seats.took(turn, found, over=step.finish_reason is not None)
         return step

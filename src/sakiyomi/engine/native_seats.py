@@ -27,9 +27,16 @@ class NativeSeats:
 
     def __init__(self, grower: GrowingDrafter, rounds: KernelRounds) -> None:
         self.grower, self._rounds = grower, rounds
+        width, (fed, masks, _) = rounds.models[-1].vocab_size, grower.around
+        own = fed.vocab if fed is not None else grower.model.vocab_size if grower.model is not None else 0
+        mapped = fed is not None and fed.tokens is not None
+        # Options that change the target's rows change those of its drafts, which cover its vocabulary, a row a place.
+        self._covers = masks is None and grower.model is not None and own >= width and not mapped
 
-    def fits(self, depths: Sequence[int]) -> bool:
-        """Whether guesses of so many levels fit in a pass, where all come in one."""
+    def fits(self, depths: Sequence[int], *, edited: bool) -> bool:
+        """Whether trees of so many levels grow there; ``edited``: their rows are changed by options of a request."""
+        if edited and not self._covers:
+            return False
         grower, model = self.grower, self.grower.model
         if not grower.one_pass or model is None:
             return True

@@ -105,9 +105,9 @@ def pack_draft(request: Request, draft: Draft, width: int, numbers: list[int]) -
 def watched(request: Request) -> bool:
     """Whether a request wants more of a round than the kernels leave."""
     options, logprobs = request.options, request.context.params.logprobs
-    # Of a greedy token the logarithm of its chance is wanted, which they do leave.
-    told = logprobs is None or (logprobs == 0 and request.sampler.greedy)
-    return options.rounds_trace or options.keep_logits or not told
+    # What they leave of a greedy token is its chance, whose logarithm is its log probability.
+    listed = logprobs is not None and (logprobs > 0 or not request.sampler.greedy)
+    return options.rounds_trace or options.keep_logits or listed
 
 
 def judged(request: Request, drafter: GrowingDrafter | None, target: ModelRunner) -> bytes:
@@ -118,20 +118,8 @@ def judged(request: Request, drafter: GrowingDrafter | None, target: ModelRunner
     if watched(request):
         return b""
     if drafter is not None:
-        if request.sampler.edits and not _of_all_tokens(drafter, target.vocab_size):
-            return b""
         keeps = target.backend.keeps and (drafter.model is None or drafter.model.backend.keeps)
         keep = params.builder == "chain" or keeps
         if not keep or BUILDERS[params.builder](params, lambda: RANKS).shape(1, 1) is None:
             return b""
     return pack_draft(request, Draft.empty(), target.vocab_size, [])
-
-
-def _of_all_tokens(drafter: GrowingDrafter, width: int) -> bool:
-    """Whether rows that candidates are found in are of a target's tokens, and of one place each: options that change
-    rows change these, too.
-    """
-    fed, masks, _ = drafter.around
-    if drafter.model is None or masks is not None:
-        return False
-    return drafter.model.vocab_size >= width if fed is None else fed.tokens is None and fed.vocab >= width

@@ -184,14 +184,14 @@ class SpeculationController:
             return True
         return batch * len(request.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
 
-    def known(self, requests: Sequence[Request]) -> dict[int, Draft]:
+    def known_drafts(self, requests: Sequence[Request]) -> dict[int, Draft]:
         """Drafts of requests whose next tokens are known without a drafter, by their places: of a given text, or forced
         by a grammar.
         """
         found = {}
         for i, request in enumerate(requests):
             if request.sampler.forced is not None or (request.context.given and request.repeats):
-                draft = self._known(request)
+                draft = self._known_draft(request)
                 if draft is not None:
                     found[i] = draft
         return found
@@ -202,7 +202,7 @@ class SpeculationController:
         Args:
             requests: of the round.
             depths: see ``depths``.
-            known: see ``known``: for these the drafter is not asked.
+            known: see ``known_drafts``: for these the drafter is not asked.
         """
         drafter, drafted = self.drafter, DraftBatch([Draft.empty()] * len(requests))
         depths = [0 if i in known else depth for i, depth in enumerate(depths)]
@@ -217,7 +217,7 @@ class SpeculationController:
             return drafted
         return drafted._replace(drafts=[known.get(i, draft) for i, draft in enumerate(drafted.drafts)], repeats=True)
 
-    def _known(self, request: Request) -> Draft | None:
+    def _known_draft(self, request: Request) -> Draft | None:
         """The next tokens of a given text, as many as the largest size of a tested pass has rows for, or those that a
         grammar forces; None: the drafter is asked.
         """

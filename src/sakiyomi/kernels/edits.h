@@ -11,11 +11,19 @@
 
 namespace {
 
+// The tokens that lead to a node, from the root on.
+inline std::vector<int64_t> path_to(int64_t node, const int64_t* tokens, const int64_t* parents) {
+  std::vector<int64_t> path;
+  for (; node >= 0; node = parents[node]) path.push_back(tokens[node]);
+  std::reverse(path.begin(), path.end());
+  return path;
+}
+
 // As sampling/native_edits.py packs it.
 struct Edits {
   float* row;            // (V): where they are changed
   const float* bias;     // (V) that is added; null: none
-  const char* known;     // (V): whether a token is in the text
+  const char* in_text;   // (V): whether a token is in the text
   const int64_t* seen;   // the tokens that are, each once
   int64_t count;         // of these
   double penalty;        // of repeated tokens; 1: none
@@ -32,7 +40,7 @@ struct Edits {
       auto repeated = [&](int64_t token) { row[token] = row[token] < 0 ? row[token] * factor : row[token] / factor; };
       for (int64_t i = 0; i < count; ++i) repeated(seen[i]);
       for (auto token = path.begin(); token != path.end(); ++token)
-        if (!known[*token] && std::find(path.begin(), token, *token) == token) repeated(*token);
+        if (!in_text[*token] && std::find(path.begin(), token, *token) == token) repeated(*token);
     }
     return !call || call(path.size(), path.data());
   }

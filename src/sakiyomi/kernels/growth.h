@@ -137,14 +137,6 @@ struct Tree : Grown {
   // The children of a place in a fixed shape; a place is the last committed token (-1) or a candidate.
   const int64_t* children(int64_t place) const { return ask.children + (place < 0 ? 0 : nodes[place]); }
 
-  // The tokens that lead to a place.
-  std::vector<int64_t> path(int64_t place) const {
-    std::vector<int64_t> found;
-    for (; place >= 0; place = parents[place]) found.push_back(tokens[place]);
-    std::reverse(found.begin(), found.end());
-    return found;
-  }
-
   int64_t siblings(int64_t place) const { return ask.shape == fixed_shape ? children(place)[1] - children(place)[0] : ask.siblings; }
 };
 
@@ -497,7 +489,7 @@ struct Forest {
     for (Job& job : jobs)  // Python is called in its own thread
       if (const Edits* edits = job.tree->ask.edits) {
         check(!words.tokens && words.own >= width, "rows of another vocabulary");
-        if (edits->apply(job.row, width, job.tree->path(job.place.candidate))) list(job, edits->row, false);
+        if (edits->apply(job.row, width, path_to(job.place.candidate, job.tree->tokens.data(), job.tree->parents.data()))) list(job, edits->row, false);
       }
     std::vector<size_t> begins;  // of the jobs of each tree that is drawn
     for (size_t i = 0; i < jobs.size(); ++i) {

@@ -74,21 +74,19 @@ struct Judge {
       : ask(ask), logits(logits + ask.row * n), n(n), tokens(numbers + ask.numbers), parents(tokens + ask.nodes), draws(parents + ask.nodes),
         desk(desk), stream(ask.stream) {}
 
-  // Reads the logits behind a place as the request's options change them, or gives `wrong` where they cannot.
+  // What `read` gives for the logits behind a place, as the request's options change them; -2 where these fail.
   template <typename Read>
-  int64_t read(int64_t place, int64_t wrong, Read&& how) {
+  int64_t behind(int64_t place, Read&& read) {
     const T* const row = logits + (place + 1) * n;
-    if (!ask.edits) return how(row);
-    std::vector<int64_t> path;
-    for (; place >= 0; place = parents[place]) path.insert(path.begin(), tokens[place]);
-    return ask.edits->apply(row, n, path) ? how((const float*)ask.edits->row) : wrong;
+    if (!ask.edits) return read(row);
+    return ask.edits->apply(row, n, path_to(place, tokens, parents)) ? read((const float*)ask.edits->row) : -2;
   }
 
   // The distribution behind a place, in the desk's row of this number; null where its logits are none.
   const float* warped(int64_t place, int64_t at = 0) {
     desk.make_room(at + 1, n);
     float* out = desk.rows.data() + at * n;
-    const int64_t count = read(place, -2, [&](const auto* row) {
+    const int64_t count = behind(place, [&](const auto* row) {
       return warp(row, n, ask.temperature, std::min(ask.top_k, n), ask.top_p, ask.min_p, out, desk.supports.data() + at * few);
     });
     desk.supported[at] = count;
@@ -121,7 +119,7 @@ struct Judge {
       int64_t token;
       double chance;
       if (ask.rule == by_best) {
-        const int64_t both = read(place, -1, [&](const auto* row) { return best(row, n); });
+        const int64_t both = behind(place, [&](const auto* row) { return best(row, n); });
         if (both < 0) return;
         const uint32_t bits = uint32_t(both);
         float x;
@@ -250,8 +248,10 @@ std::vector<Verdict> judge(int64_t count, const Case* cases, const int64_t* numb
   std::vector<Verdict> all(count);
   auto decide = [&](int64_t i) {
     static thread_local Desk desk;
-    Judge<T> judge(cases[i], logits, n, numbers, desk);
+    Desk own = std::move(desk);  // what Python runs for a row may judge others in this thread
+    Judge<T> judge(cases[i], logits, n, numbers, own);
     judge.decide();
+    desk = std::move(own);
     if (!judge.found.decided) judge.found = {};
     all[i] = std::move(judge.found);
   };

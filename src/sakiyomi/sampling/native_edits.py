@@ -5,12 +5,14 @@ themselves, and call Python for the rest, one row at a time, as they come to it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger("sakiyomi")
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64))
 
 
@@ -18,7 +20,7 @@ class _Edits(ctypes.Structure):  # Edits in edits.h
     _fields_: ClassVar = [
         ("row", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
-        ("known", ctypes.c_void_p),
+        ("in_text", ctypes.c_void_p),
         ("seen", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("penalty", ctypes.c_double),
@@ -26,33 +28,33 @@ class _Edits(ctypes.Structure):  # Edits in edits.h
     ]
 
 
-class Changes(Protocol):
-    """What Python changes of rows.
-
-    Attributes:
-        text: tokens behind which rows are changed.
-    """
-
-    text: Sequence[int]
-
-    def behind(self, path: Sequence[int], scores: Tensor) -> Tensor:
-        """Scores (V,) float32 behind the text and these tokens, perhaps changed in place."""
+Change = Callable[[Sequence[int], Sequence[int], Tensor], Tensor]
+"""From a text, tokens of a draft behind it, and a row, (V,) float32, to that row, which may be changed in place."""
 
 
 class _Calls:
-    """Calls Python's changes for the kernels. They hold it, so that it does not hold them."""
+    """Calls Python for the kernels. They hold it, so that it does not hold them.
 
-    def __init__(self, changes: Changes, row: Tensor) -> None:
-        self._changes, self._row = changes, row
+    Attributes:
+        text: behind which rows are changed.
+        interrupt: Ctrl-C that came meanwhile.
+    """
+
+    def __init__(self, change: Change, row: Tensor) -> None:
+        self._change, self._row = change, row
+        self.text: Sequence[int] = ()
         self.interrupt: BaseException | None = None
 
     def __call__(self, count: int, path: Any) -> int:
-        """Change the row behind so many tokens of a draft; 0 where that fails: Python then finds out why."""
+        """Change the row behind so many tokens of a draft; 0 where that fails: Python then comes to the row itself, and
+        raises what it finds.
+        """
         try:
-            changed = self._changes.behind(path[:count], self._row)
+            changed = self._change(self.text, path[:count], self._row)
             if changed is not self._row:
                 self._row.copy_(changed)
-        except Exception:
+        except Exception as error:
+            logger.debug("a row could not be changed in the kernels: %r", error)
             return 0
         except BaseException as error:  # Ctrl-C
             self.interrupt = error
@@ -67,19 +69,20 @@ class NativeEdits:
         vocab_size: width of rows.
         bias: (V,) float32 that is added to rows; None: none.
         penalty: of tokens that the text has; 1: none.
-        changes: of Python, behind these; None: there are none.
+        change: of Python, behind these; None: there is none.
 
     Attributes:
         address: where the kernels read it.
     """
 
-    def __init__(self, vocab_size: int, bias: Tensor | None, penalty: float, changes: Changes | None) -> None:
+    def __init__(self, vocab_size: int, bias: Tensor | None, penalty: float, change: Change | None) -> None:
         row = torch.empty(vocab_size)
-        self._changes, self._calls = changes, _Calls(changes, row) if changes is not None else None
-        self._known, self._seen, self._read = bytearray(vocab_size), (ctypes.c_int64 * 0)(), 0
-        known = (ctypes.c_char * vocab_size).from_buffer(self._known)
-        self._held = row, bias, known
-        edits = self._edits = _Edits(row.data_ptr(), None, ctypes.addressof(known), None, 0, penalty)
+        self._calls = _Calls(change, row) if change is not None else None
+        self._text: Sequence[int] = ()
+        self._in_text, self._seen, self._read = bytearray(vocab_size), (ctypes.c_int64 * 0)(), 0
+        in_text = (ctypes.c_char * vocab_size).from_buffer(self._in_text)
+        self._held = row, bias, in_text
+        edits = self._edits = _Edits(row.data_ptr(), None, ctypes.addressof(in_text), None, 0, penalty)
         if bias is not None:
             edits.bias = bias.data_ptr()
         if self._calls is not None:
@@ -87,12 +90,15 @@ class NativeEdits:
         self.address = ctypes.addressof(edits)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Take the text as it stands, (length,): that of the call before, or longer."""
-        if self._changes is not None:
-            self._changes.text = tokens
-        edits, known = self._edits, self._known
+        """Take the text as it stands, (length,). The same list is expected to be longer than before, or equal."""
+        if self._calls is not None:
+            self._calls.text = tokens
+        edits, in_text = self._edits, self._in_text
         if edits.penalty == 1:
             return
+        if tokens is not self._text or len(tokens) < self._read:
+            self._text, self._read, edits.count = tokens, 0, 0
+            in_text[:] = bytes(len(in_text))
         more = tokens[self._read :]
         self._read = len(tokens)
         if edits.count + len(more) > len(self._seen):
@@ -100,8 +106,8 @@ class NativeEdits:
             seen[: edits.count] = self._seen[: edits.count]
             self._seen, edits.seen = seen, ctypes.addressof(seen)
         for token in more:
-            if token < len(known) and not known[token]:  # some embeddings are wider than logits
-                known[token] = 1
+            if token < len(in_text) and not in_text[token]:  # some embeddings are wider than logits
+                in_text[token] = 1
                 self._seen[edits.count] = token
                 edits.count += 1
 

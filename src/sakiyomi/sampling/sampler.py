@@ -33,7 +33,6 @@ class _Processors:
 
     def __init__(self, each: Sequence[LogitsProcessor | RowProcessor]) -> None:
         self.each = each
-        self.text: Sequence[int] = ()  # behind which `behind` changes rows
         self._of: Sequence[int] | None = None
         self._held, self._count = torch.empty(0, dtype=torch.int64), 0
 
@@ -44,8 +43,11 @@ class _Processors:
             InputError: a processor gave back another shape.
         """
         history: Tensor | None = None
+        own = True  # what somebody else's processor gave is not to be changed
         for processor in self.each:
             if isinstance(processor, RowProcessor):
+                if not own:
+                    scores, own = torch.empty_like(scores, dtype=torch.float32).copy_(scores), True
                 host = scores.cpu()
                 processor.change(text.tolist() if isinstance(text, Tensor) else text, path, host.numpy())
                 scores.copy_(host)  # nothing, if it is the same tensor
@@ -61,12 +63,8 @@ class _Processors:
                     f"logits processor {type(processor).__name__} gave {found:.80}; expected scores of shape "
                     f"{(1, *scores.shape)}, one row as it was given"
                 )
-            scores = given[0]
+            scores, own = given[0].detach(), False
         return scores
-
-    def behind(self, path: Sequence[int], scores: Tensor) -> Tensor:
-        """As ``changed``, behind ``text`` and these tokens."""
-        return self.changed(self.text, path, scores)
 
     def _tensor(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """(length,) int64, which grows with the list: to convert all of it takes ms in a long text. The same list is
@@ -108,8 +106,8 @@ class Sampler:
         self.params = params
         self.vocab_size = vocab_size
         self.greedy = params.greedy
-        self._bias = self._make_bias()
-        self._processors = _Processors(self._make_processors())
+        self._bias, self._others = self._make_bias(), self._make_processors()
+        self._processors = _Processors([*self._make_penalty(), *self._others])
         self.needs_history = bool(self._processors.each)
         self.edits = self.needs_history or self._bias is not None
         known = (getattr(each, "forced", None) for each in self._processors.each)
@@ -125,13 +123,17 @@ class Sampler:
         bias[list(chosen)] = torch.tensor(list(chosen.values()), dtype=torch.float32)
         return bias
 
+    def _make_penalty(self) -> list[LogitsProcessor]:
+        if self.params.repetition_penalty == 1.0:
+            return []
+        from transformers import RepetitionPenaltyLogitsProcessor
+
+        return [RepetitionPenaltyLogitsProcessor(float(self.params.repetition_penalty))]
+
     def _make_processors(self) -> list[LogitsProcessor | RowProcessor]:
+        """All but the repetition penalty."""
         processors: list[LogitsProcessor | RowProcessor] = []
         params = self.params
-        if params.repetition_penalty != 1.0:
-            from transformers import RepetitionPenaltyLogitsProcessor
-
-            processors.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
         banned: list[list[int]] = []
         for word in params.bad_words:
             if isinstance(word, str):
@@ -175,9 +177,8 @@ class Sampler:
     @cached_property
     def native_edits(self) -> NativeEdits:
         """For the kernels, what ``process`` does; they know the text behind which they ask for it by ``follow``."""
-        penalty = float(self.params.repetition_penalty)
-        left = _Processors(self._processors.each[penalty != 1.0 :])
-        return NativeEdits(self.vocab_size, self._bias, penalty, left if left.each else None)
+        changed = _Processors(self._others).changed if self._others else None
+        return NativeEdits(self.vocab_size, self._bias, float(self.params.repetition_penalty), changed)
 
     def probs(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Temperature, top-k, top-p and min-p: the distributions that tokens are drawn from.

@@ -48,7 +48,7 @@ class Case:
     verifier: Verifier
     sampler: Sampler
     noise: RequestNoise
-    tokens: Sequence[int] = ()
+    tokens: Sequence[int]
 
 
 def verify_all(cases: Sequence[Case], logits: Tensor) -> list[Verdict | None]:
