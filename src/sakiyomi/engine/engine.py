@@ -285,19 +285,15 @@ class Engine:
     # ------------------------------------------------------------ one round
 
     def _decide(self, parts: Sequence[Part], output: PassOutput) -> list[Step]:
-        """Verify each request's draft and commit what was accepted; an error of its own options ends a request alone.
-
-        Args:
-            parts: of a round, or of prompts that are read to their end, with empty drafts.
-            output: of all their rows.
+        """Verify each request's draft, an empty one where its prompt has been read, and commit what was accepted. An
+        error of its own options ends a request alone.
         """
-        steps: list[Step] = []
-        judged, begun = cases(parts), None
+        steps, judged, begun = list[Step](), cases(parts), None
         try:
             for (request, _, _), case, verdict in zip(parts, judged, verify_all(judged, output.whole), strict=True):
-                begun = request
+                begun, draft = request, case.draft
                 try:
-                    draft, here = case.draft, slice(case.row, case.row + len(case.draft.tree.tokens) + 1)
+                    here = slice(case.row, case.row + len(draft.tree.tokens) + 1)
                     rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
                     verdict = verdict or request.verifier.verify(draft, rows, case.noise)
                     self._speculation.give_states(request, output, case.row, verdict.path)
@@ -309,7 +305,7 @@ class Engine:
                     steps.append(request.fail(error))
         except BaseException:
             # Ctrl-C between cache and tokens: what they hold may no longer belong together, and a prompt's row is lost.
-            for request in [part.request for part in parts[len(steps) :]]:
+            for request, _, _ in parts[len(steps) :]:
                 if request is begun or not request.decoding:
                     request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
             raise

@@ -185,15 +185,22 @@ class SpeculationController:
         return batch * len(request.tokens) * self._reading < room * (pace.plain - 1 / pace.rate)
 
     def known_drafts(self, requests: Sequence[Request]) -> dict[int, Draft]:
-        """Drafts of requests whose next tokens are known without a drafter, by their places: of a given text, or forced
-        by a grammar.
+        """Drafts of requests whose next tokens are known without a drafter, by their places: of a given text, as many
+        as the largest size of a tested pass has rows for, or forced by a grammar.
         """
         found = {}
         for i, request in enumerate(requests):
-            if request.sampler.forced is not None or (request.context.given and request.repeats):
-                draft = self._known_draft(request)
-                if draft is not None:
-                    found[i] = draft
+            forced, given = request.sampler.forced, request.context.given
+            repeats = bool(given) and request.repeats
+            if forced is None and not repeats:
+                continue
+            most = max(0, min(_room(request), self.target.sizes[-1] - 1))
+            if repeats:
+                begun = len(request.output)
+                found[i] = Draft.chain(given[begun : begun + most], GIVEN)
+            elif tokens := forced(request.tokens)[: min(most, FORCED)] if forced is not None else ():
+                with suppress(InputError):  # the acceptance rule takes other drafts only
+                    found[i] = self._checked(Draft.chain(tokens, "grammar"), request)
         return found
 
     def propose(self, requests: Sequence[Request], depths: Sequence[int], known: Mapping[int, Draft]) -> DraftBatch:
@@ -216,22 +223,6 @@ class SpeculationController:
         if not known:
             return drafted
         return drafted._replace(drafts=[known.get(i, draft) for i, draft in enumerate(drafted.drafts)], repeats=True)
-
-    def _known_draft(self, request: Request) -> Draft | None:
-        """The next tokens of a given text, as many as the largest size of a tested pass has rows for, or those that a
-        grammar forces; None: the drafter is asked.
-        """
-        forced = request.sampler.forced
-        most = max(0, min(_room(request), self.target.sizes[-1] - 1))
-        if request.repeats:
-            begun = len(request.output)
-            return Draft.chain(request.context.given[begun : begun + most], GIVEN)
-        tokens = forced(request.tokens)[: min(most, FORCED)] if forced is not None else ()
-        if not tokens:
-            return None
-        with suppress(InputError):  # the acceptance rule takes other drafts only
-            return self._checked(Draft.chain(tokens, "grammar"), request)
-        return None
 
     def give_states(self, request: Request, output: PassOutput, first: int, path: Sequence[int]) -> None:
         """Give the drafter the hidden states that it asked for, of the tokens that a pass has committed.
