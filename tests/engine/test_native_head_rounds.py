@@ -333,7 +333,7 @@ def test_what_does_not_fit_in_a_pass_is_scored_in_the_kernels(tmp_path: Path, mo
         return steps
 
     monkeypatch.setattr(NativeRounds, "score", counted)
-    monkeypatch.setattr(NativeSeats, "fits", lambda *_: False)
+    monkeypatch.setattr(NativeSeats, "fits", lambda *_, **__: False)
     found = [out.token_ids for out in llm.generate(PROMPTS, PARAMS)]
     assert found == [each["token_ids"] for each in expected]
     assert all(scored) and len(scored) > 5 and not handed.seats
