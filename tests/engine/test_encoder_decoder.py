@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
@@ -26,6 +25,7 @@ from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder
 from sakiyomi.model_executor.widened import PRODUCTS
 from seq2seq_toys import ALL, FOUR, NEW, TOKENIZER, VOCAB, build, model_of, reference, sources
+from watched_rounds import watch_rounds
 
 
 @pytest.fixture
@@ -113,14 +113,7 @@ def test_rounds_in_the_kernels_read_each_requests_source(
     for _ in range(3):
         llm.generate(sources(name), values)
         llm.wait()
-    seen, run = list[bool](), NativeRounds.run
-
-    def watched(*round_: Any) -> Any:
-        steps = run(*round_)
-        seen.append(steps is not None)
-        return steps
-
-    monkeypatch.setattr(NativeRounds, "run", watched)
+    seen = watch_rounds(monkeypatch)
     done = llm.generate(sources(name), values)
     assert [out.token_ids for out in done] == wanted(name)
     assert all(seen) and len(seen) > 5

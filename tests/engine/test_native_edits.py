@@ -32,6 +32,7 @@ from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows
 from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
 from sakiyomi.sampling.verifiers.native import Case, verify_all
+from watched_rounds import watch_rounds
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
 
@@ -106,23 +107,14 @@ def written(
     kind: str, params: SamplingParams, *, kernels: bool, others: SamplingParams | None = None
 ) -> tuple[list[list[int]], list[bool]]:
     """Texts, and of each round whether the kernels ran it; all requests but the first have `others`, if any."""
-    llm, seen, run = made(kind, others or params), list[bool](), NativeRounds.run
-
-    def watched(rounds: NativeRounds, *round_: Any) -> Any:
-        steps = run(rounds, *round_) if kernels else None
-        seen.append(steps is not None)
-        return steps
-
+    llm = made(kind, others or params)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeRounds, "run", watched)
+        seen = watch_rounds(patch, kernels=kernels)
         if not kernels:
             patch.setattr(NativeRounds, "score", lambda *_: None)
             patch.setattr(engine_module, "verify_all", lambda cases, logits: [None] * len(cases))
-        asked = [params, *[others or params] * (len(PROMPTS) - 1)]
-        done = llm.engine.complete(
-            llm.engine.submit(prompt, each, key=(i,))
-            for i, (prompt, each) in enumerate(zip(PROMPTS, asked, strict=True))
-        )
+        asked = zip(PROMPTS, [params, *[others or params] * (len(PROMPTS) - 1)], strict=True)
+        done = llm.engine.complete(llm.engine.submit(*each, key=(i,)) for i, each in enumerate(asked))
         return [out.token_ids for out in done], seen
 
 
@@ -200,14 +192,8 @@ def test_a_sampler_may_follow_another_text() -> None:
         case = Case(Draft.empty(), 0, len(text), GreedyVerifier(), sampler, RequestNoise(1), text)
         (verdict,) = verify_all([case], logits)
         assert verdict is not None
-        assert (
-            verdict.token
-            == GreedyVerifier()
-            .verify(
-                Draft.empty(), Rows(logits, Sampler(sampler.params, 10), len(text), committed=text), RequestNoise(1)
-            )
-            .token
-        )
+        rows = Rows(logits, Sampler(sampler.params, 10), len(text), committed=text)
+        assert verdict.token == GreedyVerifier().verify(Draft.empty(), rows, RequestNoise(1)).token
 
 
 @pytest.mark.parametrize("kind", ["none", "texts", "model"])

@@ -24,6 +24,7 @@ from sakiyomi.kernels.build import native
 from sakiyomi.model_executor import kernel_rounds
 from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.runner import ModelRunner
+from watched_rounds import watch_rounds
 
 pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
 
@@ -58,15 +59,8 @@ def written(
     for _ in range(2):
         llm.generate(PROMPTS, params)
         llm.wait()
-    seen, run = list[bool](), NativeRounds.run
-
-    def watched(rounds: NativeRounds, *round_: Any) -> Any:
-        steps = run(rounds, *round_) if kernels else None
-        seen.append(steps is not None)
-        return steps
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NativeRounds, "run", watched)
+        seen = watch_rounds(patch, kernels=kernels)
         if not kernels and kind not in ("recycle", "merged"):  # these would be told of rounds without a draft, too
             patch.setattr(NativeRounds, "score", lambda *_: None)
         if kernels and alone:

@@ -116,14 +116,7 @@ def test_what_only_python_judges_is_left_to_it() -> None:
     sampler, draft = Sampler(params, 50), Draft.chain([3], "d")
 
     def judged(rows: torch.Tensor = logits, **changes: Any) -> Any:
-        values = {
-            "draft": draft,
-            "row": 0,
-            "position": 4,
-            "verifier": VERIFIERS["ratio"],
-            "sampler": sampler,
-            "tokens": [],
-        }
+        values = {"draft": draft, "row": 0, "position": 4, "verifier": VERIFIERS["ratio"], "sampler": sampler}
         noise = RequestNoise(1)
         before = noise.counter
         (verdict,) = verify_all([Case(**(values | {"noise": noise, "tokens": []} | changes))], rows)

@@ -114,17 +114,6 @@ def pack_case(case: Case, width: int, numbers: list[int]) -> bytes:
         numbers += chain.from_iterable([(draw.node, -1 if draw.row is None else draw.row) for draw in draws])
     else:  # which looks at tokens alone
         probs, draws = 0, ()
-    return _CASE.pack(
-        *(case.row, rule, case.position, len(tree.tokens), len(draws), draft.kind == "without_replacement"),
-        *(
-            first,
-            probs,
-            params.top_k,
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            noise.state,
-            noise.counter,
-            edits,
-        ),
-    )
+    drawn = len(tree.tokens), len(draws), draft.kind == "without_replacement", first, probs
+    warps = params.top_k, params.temperature, params.top_p, params.min_p
+    return _CASE.pack(case.row, rule, case.position, *drawn, *warps, noise.state, noise.counter, edits)
