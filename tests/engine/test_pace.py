@@ -162,7 +162,7 @@ def test_some_of_many_requests_try_for_all(draft: str, monkeypatch: pytest.Monke
     decide, observe, add = SpeculationController.depths, SpeculationController.observe, Pace.add_drafted
     clock: list[float] = []
     scored: list[tuple[int, int]] = []
-    ticks = itertools.count(1)  # each look at the clock: a busy machine would make the first drafts look dear
+    ticks = itertools.count(1)  # looks at the clock: where larger passes are dear, rightly nothing is tried
     monkeypatch.setattr(time, "perf_counter", lambda: 1e-5 * next(ticks))
 
     def spy(self: SpeculationController, requests: Any) -> list[int]:
