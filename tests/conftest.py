@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from surroundings import build_kernels, fix_examples, neutralise
+from surroundings import build_kernels, fix_examples, neutralise, same_draws
 from tiers import sort_into_tiers
 
 neutralise()
@@ -117,7 +117,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
-    """See ``_affordable``; for fixtures of its module, too."""
+    """See ``same_draws`` and ``_affordable``; for fixtures of its module, too."""
+    same_draws()
     return (yield from _affordable(item))
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import random
+import secrets
 import shutil
 import site
 import subprocess
@@ -20,7 +22,7 @@ from processes import own_environment
 from sakiyomi.core.files import cache_folder
 from sakiyomi.kernels import variants
 
-__all__ = ["build_kernels", "fix_examples", "neutralise"]
+__all__ = ["build_kernels", "fix_examples", "neutralise", "same_draws"]
 
 _SUITE = ("CHROMIUM", "DAMAGES", "KILLS", "NATIVE", "REAL", "SCREENSHOTS", "TEST_ENGINES")
 """What somebody chooses for the suite itself, behind ``SAKIYOMI_``."""
@@ -89,3 +91,19 @@ def fix_examples() -> None:
     settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=100, database=None)
     settings.register_profile("search", deadline=None, max_examples=2000)
     settings.load_profile("fixed")
+
+
+_chance = random.Random()
+secrets.randbits = _chance.getrandbits  # of which requests without a seed make theirs
+
+
+def same_draws() -> None:
+    """Start what is drawn without a seed again: for each test, so that no result is one run's luck or of its order.
+
+    ``UNSTEADY=SEED`` gives other draws.
+    """
+    seed = os.environ.get("UNSTEADY", "")
+    _chance.seed(seed)
+    random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(_chance.getrandbits(31))
