@@ -1,7 +1,8 @@
 """`pytest -p unsteady`: tests as on a busy machine that nobody knows, so that none depends on what rounds take here.
 
 The clock jumps as if the system had done something else, and each size of a target's passes seems up to 3 times as slow
-or as fast as it is. `UNSTEADY=SEED` gives other jumps and factors, and other draws to requests without a seed. Tests that measure clocks themselves fail.
+or as fast as it is. `UNSTEADY=SEED` gives other jumps, factors and draws without a seed. Tests that measure clocks
+themselves fail.
 """
 
 from __future__ import annotations
