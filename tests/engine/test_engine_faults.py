@@ -122,8 +122,8 @@ def test_a_removed_request_ends_whoever_waits_for_it(how: str) -> None:
     else:
         step = llm.engine.step
 
-        def and_remove() -> list[Step]:
-            steps = step()
+        def and_remove(patience: float) -> list[Step]:
+            steps = step(patience)
             for done in steps:
                 llm.engine.remove(done.request)
             return steps

@@ -31,7 +31,7 @@ from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention.triton import TritonBackend
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.kernel_rounds import Drafting, KernelRounds
+from sakiyomi.model_executor.kernel_rounds import KernelRounds, Span
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -234,12 +234,12 @@ def test_rounds_run_in_native_code(monkeypatch: pytest.MonkeyPatch, draft: str) 
     rounds: list[int] = []
     run = KernelRounds.run
 
-    def note(self: KernelRounds, *asked: Any, **how: Any) -> Drafting | None:
+    def note(self: KernelRounds, *asked: Any, **how: Any) -> list[Span]:
         found = run(self, *asked, **how)
-        if found is not None and self._target is None:
-            grown.append(found.passes)
-        elif found is not None:
-            rounds.append(found.passes + 1)
+        if self._target is None:
+            grown.extend(span.passes for span in found)
+        else:
+            rounds.extend(span.passes + 1 for span in found)
         return found
 
     monkeypatch.setattr(KernelRounds, "run", note)

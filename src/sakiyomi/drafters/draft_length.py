@@ -215,6 +215,13 @@ class FixedSize:
         depth, nodes = _number(self.depth, now.depth), _number(self.nodes, now.nodes)
         return Size(depth, nodes, TokenValue(self._gain.expected(now), now, depth))
 
+    def unchanged(self, most: int) -> int:
+        """How many rounds after the last one, of so many, are decided like it, by what is known now."""
+        return 0 if isinstance(self.depth, Heuristic) or isinstance(self.nodes, Heuristic) else most
+
+    def skip(self, rounds: int) -> None:
+        """Count rounds that were run like the last one, without ``next``."""
+
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """A round proposed ``drafted`` tokens on its longest path, accepted ``accepted`` and took ``seconds``."""
         self._gain.add(accepted + 1, seconds)
@@ -323,6 +330,17 @@ class AutoSize:
         if not self._trees:
             return Size(depth, depth)
         return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
+
+    def unchanged(self, most: int) -> int:
+        """See ``FixedSize.unchanged``. What drafts are worth changes little from one round to the next."""
+        if self.phase is Phase.RESTING:
+            return min(self._left, most)
+        return most if self.phase is Phase.DRAFTING else 0
+
+    def skip(self, rounds: int) -> None:
+        """See ``FixedSize.skip``."""
+        if self.phase is Phase.RESTING:
+            self._left -= rounds
 
     def _enter(self, phase: Phase, others: bool) -> None:
         """Enter the phase of a round: set how long it and the next rest last, and what is forgotten.

@@ -138,11 +138,11 @@ class NativeTrees:
         weighed = any(size.worth is not None for size in sizes)
         seconds = level_seconds(self._model, max(size.width for size in sizes), besides) if weighed else None
         grown = rounds.run(len(states), b"".join([size.asked(number) for number, size in enumerate(sizes)]), seconds)
-        if grown is None:
+        if not grown:
             return None
         for i, state in enumerate(states):
             self._read(state, i, tables[i])
-        return grown.passes
+        return grown[0].passes
 
     def _size_of(self, state: DraftTreeState) -> TreeSize | None:
         """The size of a tree that the kernels can grow; None for others. Outside of rounds they change no rows."""

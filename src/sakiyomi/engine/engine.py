@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -26,11 +27,12 @@ from sakiyomi.drafters.base import Drafter
 from sakiyomi.engine.batch import Part, cases, drafted_part, make_room, score_alone
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
 from sakiyomi.engine.native_rounds import NativeRounds
+from sakiyomi.engine.pace import BRIEF
 from sakiyomi.engine.prefill import Prefill
 from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.engine.request_factory import RequestFactory, SubmitOptions
 from sakiyomi.engine.slots import SlotManager
-from sakiyomi.engine.speculation import RoundClock, SpeculationController
+from sakiyomi.engine.speculation import RoundClock, SpeculationController, verifier_for
 from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.weights import is_shared
@@ -65,11 +67,9 @@ class Engine:
         chunk_size: prompt tokens in one pass. Long prompts are read in chunks, so that running requests have a decoding
             round after each, and an eviction policy keeps its budget.
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
-        strict: a drafter that raises or returns an invalid draft ends the request; else the request continues without
-            speculation.
+        strict: a drafter that raises or returns an invalid draft ends the request, which else continues without drafts.
         settle: called while no request is running; swaps in faster passes that have finished building.
-        depth: fixed chain length for requests with gamma, tree and nodes "auto". None: choose a length every round from
-            measured costs.
+        depth: chain length where gamma, tree and nodes are "auto"; None: one is chosen every round, by measured costs.
 
     Attributes:
         requests: number of requests so far.
@@ -94,8 +94,7 @@ class Engine:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
-        self._settle = settle
-        self.requests = 0
+        self._settle, self.requests = settle, 0
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._slots = SlotManager(target, drafter, chunk_size, exact)
@@ -104,7 +103,7 @@ class Engine:
         self._native = NativeRounds(target, drafter, self._speculation)
         self._requests = RequestFactory(
             inputs or TextInputProcessor(tokenizer, target.vocab_size, max_context),
-            self._speculation.verifier,
+            partial(verifier_for, drafter),
             tokenizer,
             vocab_size=target.vocab_size,
             stop_ids=self.stop_ids,
@@ -165,12 +164,15 @@ class Engine:
             self.requests += 1
         return request
 
-    def step(self) -> list[Step]:
+    def step(self, patience: float = 0.0) -> list[Step]:
         """One chunk of the prompts that are not read yet; then draft, score, verify, commit for those that are.
 
+        Args:
+            patience: seconds in which the kernels may begin further rounds, where nobody waits.
+
         Returns:
-            What was committed, one step a request at most; a request's last step has its ``finish_reason``, or the
-            ``error`` that ended it.
+            What was committed, a step for each round; a request's last step has its ``finish_reason``, or the ``error``
+            that ended it.
         """
         with self._lock, _NoGradients():
             govern_threads()
@@ -189,7 +191,8 @@ class Engine:
             if requests:
                 clock = RoundClock(self.target)
                 depths, known = self._speculation.depths(requests), self._speculation.known_drafts(requests)
-                native = self._native.run(requests, depths, known, clock)  # all of it in the kernels
+                patience = 0.0 if reading or self._waiting else patience
+                native = self._native.run(requests, depths, known, clock, patience)  # all of it in the kernels
                 if native is None:
                     drafted = self._speculation.propose(requests, depths, known)  # draft
                     native = self._native.score(requests, drafted, clock)  # the rest in the kernels
@@ -197,8 +200,7 @@ class Engine:
                     self._retire()
                     return steps + native
                 # The kernels do not take this round: score, verify and commit here.
-                drawn = zip(requests, drafted.drafts, strict=True)
-                parts = [drafted_part(request, draft) for request, draft in drawn]
+                parts = [drafted_part(*each) for each in zip(requests, drafted.drafts, strict=True)]
                 parts = make_room(parts, self.target.cache, steps)
                 try:
                     output = self.target.score([part.rows for part in parts])  # score
@@ -211,7 +213,7 @@ class Engine:
                 kept = [len(r.tokens) - n - 1 for r, n in zip(requests, lengths, strict=True)]
                 depths = [part.draft.tree.depth for part in parts]
                 rows = sum([len(part.rows.tokens) for part in parts])
-                self._speculation.observe(requests, depths, kept, rows, clock)
+                self._speculation.observe(requests, depths, kept, rows, clock.timed())
 
             self._retire()
             return steps
@@ -229,7 +231,7 @@ class Engine:
         try:
             taken.extend(requests)
             while not all(request.over for request in taken):
-                self.step()
+                self.step(BRIEF)
         finally:
             for request in taken:
                 self.remove(request.id)

@@ -11,50 +11,36 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from sakiyomi.cache.eviction import ManagedCache
-from sakiyomi.core.errors import RemovedError
 from sakiyomi.core.outputs import Step
-from sakiyomi.core.tree import Draft, Verdict
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.native_texts import LONG, NativeTexts
 from sakiyomi.drafters.native_trees import TreeSize
 from sakiyomi.drafters.text_base import TextDrafter
 from sakiyomi.drafters.tree_reader import GrowingDrafter
+from sakiyomi.engine.native_commits import CommittedRounds
 from sakiyomi.engine.native_seats import NativeSeats
-from sakiyomi.engine.native_turns import NONE, PassTables, Turn, judged, pack_draft, watched
+from sakiyomi.engine.native_turns import (
+    FURTHER_COLUMNS,
+    NONE,
+    AskedRound,
+    PassTables,
+    Turn,
+    judged,
+    pack_draft,
+    watched,
+)
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.speculation import DraftBatch, RoundClock, SpeculationController
 from sakiyomi.kernels.native import numbers
-from sakiyomi.model_executor.features import PassOutput
-from sakiyomi.model_executor.kernel_rounds import NOTHING, Committed, Drafting, KernelRounds, Places
+from sakiyomi.model_executor.kernel_rounds import ALONE, MOST_ROUNDS, NOTHING, Further, KernelRounds, Places, Span
 from sakiyomi.model_executor.runner import ModelRunner
-from sakiyomi.sampling.verifiers import Rows
 
 logger = logging.getLogger("sakiyomi")
-_NO_LOGITS = torch.empty(0)
-
-
-class _Round(NamedTuple):
-    """What a round is asked for.
-
-    Attributes:
-        requests: of the round.
-        depths: of their drafts that grow or are found in the kernels.
-        drafts: those that are given, by their requests' places.
-        drafted: what these took, where all are given.
-        clock: of the round.
-    """
-
-    requests: Sequence[Request]
-    depths: Sequence[int]
-    drafts: Mapping[int, Draft]
-    drafted: DraftBatch | None
-    clock: RoundClock
 
 
 class NativeRounds:
@@ -69,13 +55,10 @@ class NativeRounds:
     def __init__(self, target: ModelRunner, drafter: Drafter | None, speculation: SpeculationController) -> None:
         self._target, self._speculation = target, speculation
         self._drafter, self._looking = drafter, drafter if isinstance(drafter, TextDrafter | MergedDrafter) else None
-        self._reads = drafter is not None and drafter.leading > 0  # the drafter is told what rows rank first
         self._wants_states = drafter is not None and drafter.hidden_states is not None
-        self._names = [part.name for part in drafter.members or [drafter]] if drafter is not None else []
         self._turns: dict[int, Turn] = {}
         self._tables = PassTables()
         self._costs: tuple[Any, Any] = None, None  # of this round
-        self._texts: NativeTexts | None = None  # where the drafts of this round are found
         self._made_for: Any = None
         self._make()
 
@@ -88,6 +71,7 @@ class NativeRounds:
         model, around = (grower.model, grower.around) if grower is not None else (None, NOTHING)
         self._rounds = KernelRounds(model, target, target.vocab_size, around=around, leaving=self._leave_all)
         self._seats = NativeSeats(grower, self._rounds) if grower is not None else None
+        self._committed = CommittedRounds(self._rounds, self._turns, self._seats, drafter, self._speculation)
         self._least, self._generation = [1] * len(self._rounds.models), 0  # the latter: of rounds that know the turns
 
     def _backend(self) -> Any:
@@ -110,15 +94,21 @@ class NativeRounds:
             self.end(request)
 
     def run(
-        self, requests: Sequence[Request], depths: Sequence[int], known: Mapping[int, Draft], clock: RoundClock
+        self,
+        requests: Sequence[Request],
+        depths: Sequence[int],
+        known: Mapping[int, Draft],
+        clock: RoundClock,
+        patience: float = 0.0,
     ) -> list[Step] | None:
-        """A round of these requests, whose drafts grow or are found in the kernels.
+        """A round of these requests, whose drafts grow or are found in the kernels, and perhaps some more.
 
         Args:
             requests: with their prompts read.
             depths: of their drafts.
             known: drafts that are known, by their requests' places: see ``SpeculationController.known_drafts``.
             clock: of the round.
+            patience: see ``Engine.step``.
 
         Returns:
             What was committed; None: nothing was done, drafts are Python's.
@@ -126,15 +116,16 @@ class NativeRounds:
         if self._made_for is not self._backend():
             self._leave_all()
             self._make()
-        self._texts, seats = self._texts_of(requests), self._seats
+        texts, seats = self._texts_of(requests), self._seats
         alone = seats is not None and seats.grower is self._drafter
-        able = self._drafter is None or alone or self._texts is not None
+        able = self._drafter is None or alone or texts is not None
         edited = any(request.sampler.edits for request in requests)
         if not able or (seats is not None and not seats.fits(depths, edited=edited)):
             for request in requests if seats is not None else ():
                 self.end(request.id)  # its drafter is asked in Python
             return None
-        return self._run(_Round(requests, depths, known, None, clock))
+        further = self._further(requests, depths) if patience and not known and not edited else 0
+        return self._run(AskedRound(requests, depths, known, None, clock, texts, further, patience))
 
     def score(self, requests: Sequence[Request], drafted: DraftBatch, clock: RoundClock) -> list[Step] | None:
         """Score, verify and commit these drafts of Python.
@@ -144,10 +135,9 @@ class NativeRounds:
         """
         if self._drafter is None or any(request.fault is not None for request in requests):
             return None
-        self._texts = None
-        return self._run(_Round(requests, [0] * len(requests), dict(enumerate(drafted.drafts)), drafted, clock))
+        return self._run(AskedRound(requests, [0] * len(requests), dict(enumerate(drafted.drafts)), drafted, clock))
 
-    def _run(self, asked: _Round) -> list[Step] | None:
+    def _run(self, asked: AskedRound) -> list[Step] | None:
         try:
             return self._round(asked)
         except BaseException:
@@ -156,50 +146,45 @@ class NativeRounds:
                 self.end(request.id)
             raise
 
-    def _round(self, round_: _Round) -> list[Step] | None:
-        requests, depths, drafts, drafted, clock = round_
-        texts, grower = self._texts, self._seats.grower if self._seats is not None else None
+    def _round(self, round_: AskedRound) -> list[Step] | None:
+        requests, texts, grower = round_.requests, round_.texts, self._seats.grower if self._seats is not None else None
         reads = self._looking if texts is not None else grower
         before = reads.prefill_seconds if reads is not None else 0.0
         read = texts.members[0].prefill_seconds if texts is not None else 0.0
-        done: Drafting | None = None
+        spans: list[Span] = []
         try:
             asked = self._begin(round_)
             if asked is not None:
                 states = self._wants_states and any(self._turns[request.id].seat is None for request in requests)
-                done = self._rounds.run(len(requests), asked, *self._costs, states=states)
+                further = ALONE if states else self._until(round_)
+                spans = self._rounds.run(len(requests), asked, *self._costs, states=states, further=further)
         except Exception as error:
             logger.debug("a round in the kernels failed: %r", error)
         catching_up = reads.prefill_seconds - before if reads is not None else 0.0
-        if done is None:  # no request knows of it
+        if not spans:  # no request knows of it
             for request in requests:
                 if request.sampler.edits:
                     request.sampler.native_edits.raise_interrupt()
                 request.stats.prefill_seconds += catching_up
                 self.end(request.id)
             return None
-        if done.passes and grower is not None:
-            grower.ran(done.passes, done.seconds, done.besides)
-        committed = self._rounds.committed(len(requests))
-        own = DraftBatch([], done.seconds, catching_up, done.passes, asked=done.passes > 0)
-        if texts is not None and any(depths):
-            texts.spent(done.besides + texts.members[0].prefill_seconds - read)
-            if not done.passes:
-                own = DraftBatch([], done.besides, catching_up, max(found.depth for found in committed), asked=True)
-        if drafted is None:
-            drafted = own._replace(repeats=True) if drafts else own
-        clock.scored(requests, drafted)
-        return self._take(round_, committed)
+        drafting = [span for span in spans if span.passes]
+        if drafting and grower is not None:
+            seconds, besides = sum([span.seconds for span in drafting]), sum([span.besides for span in drafting])
+            grower.ran(sum([span.passes for span in drafting]), seconds, besides)
+        if texts is not None and any(round_.depths):
+            texts.spent(sum([span.besides for span in spans]) + texts.members[0].prefill_seconds - read)
+        return self._committed.take(round_, spans, catching_up)
 
     # ------------------------------------------------------------ before the passes
 
-    def _begin(self, round_: _Round) -> bytes | None:
+    def _begin(self, round_: AskedRound) -> bytes | None:
         """What to ask of the kernels; None: they cannot.
 
         Raises:
             MemoryLimitError: there is no room for it.
         """
-        requests, depths, drafts, _, _ = round_
+        requests, depths, drafts, texts = round_.requests, round_.depths, round_.drafts, round_.texts
         target, rounds, seats = self._target, self._rounds, self._seats
         draft = rounds.models[0]  # the target itself, where there is none
 
@@ -226,21 +211,41 @@ class NativeRounds:
             turns.append(turn)
         if seats is not None and len(drafts) < len(requests):
             asking = [i for i, depth in enumerate(depths) if depth and i not in drafts]
-            seats.follow([turns[i] for i in asking if self._asks(turns[i])], max(depths))
+            seats.follow([turns[i] for i in asking if self._asks(turns[i], texts)], max(depths))
         for i, (request, turn, depth) in enumerate(zip(requests, turns, depths, strict=True)):
             if i not in drafts:
-                self._size(turn, depth, len(requests))
+                self._size(turn, depth, len(requests), texts)
             elif not self._give(request, turn, drafts[i]):
                 return None
         rows = len(requests) + sum([turn.size.nodes for turn in turns])
         wanted = [seats.rows(turns) if seats is not None else 0, rows][-len(rounds.models) :]
         if not rounds.holds(wanted):  # a new object, which knows no request
             return self._begin(round_) if rounds.ready(wanted, places) else None
-        moved = target.cache.moved or draft.cache.moved
+        moved, more = target.cache.moved or draft.cache.moved, FURTHER_COLUMNS if round_.further else 0
         for request, turn in zip(requests, turns, strict=True):
-            turn.reserve(request, target, draft, seats.grower.ahead if seats is not None else 0, moved)
+            turn.reserve(request, target, draft, self._ahead(), moved, more)
         self._costs = self._tables.of([turn.size for turn in turns], seats.grower if seats is not None else None)
         return b"".join([turn.size.asked(turn.number) for turn in turns])
+
+    def _ahead(self) -> int:
+        return self._seats.grower.ahead if self._seats is not None else 0
+
+    def _further(self, requests: Sequence[Request], depths: Sequence[int]) -> int:
+        """How many rounds like the next one may follow it before anybody looks at what was committed."""
+        for request, depth in zip(requests, depths, strict=True):
+            params = request.context.params
+            learns = self._seats is not None and depth and params.builder != "chain" and not request.policy.adapts
+            if params.stop or learns:  # what stops a text, and how its next tree looks, is found out in between
+                return 0
+        return self._speculation.unchanged(requests, MOST_ROUNDS - 1)
+
+    def _until(self, round_: AskedRound) -> Further:
+        """How many rounds follow, and how long each text may be before one."""
+        if not round_.further:
+            return ALONE
+        draft, ahead = self._rounds.models[0], self._ahead()
+        ends = [self._turns[request.id].until(request, draft, ahead) for request in round_.requests]
+        return Further(round_.further, round_.patience, numbers(ends))
 
     def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""
@@ -267,25 +272,25 @@ class NativeRounds:
                 return None
         return looking.texts
 
-    def _asks(self, turn: Turn) -> bool:
+    def _asks(self, turn: Turn, texts: NativeTexts | None) -> bool:
         """Whether a request takes drafts of the member that grows trees."""
         asks, seats = turn.context.asks, self._seats
-        return seats is not None and (asks is None or self._texts is None or seats.grower.name in asks)
+        return seats is not None and (asks is None or texts is None or seats.grower.name in asks)
 
-    def _size(self, turn: Turn, gamma: int, batch: int) -> None:
+    def _size(self, turn: Turn, gamma: int, batch: int, texts: NativeTexts | None) -> None:
         """Decide how large a request's draft may become."""
         context, seats = turn.context, self._seats
-        turn.size = seats.size(turn, gamma) if seats is not None and self._asks(turn) else NONE
-        text = self._texts.read(context) if gamma and self._texts is not None else None
-        if text is None or self._texts is None:
-            if self._texts is not None:  # a merged draft has nothing of the others
+        turn.size = seats.size(turn, gamma) if seats is not None and self._asks(turn, texts) else NONE
+        text = texts.read(context) if gamma and texts is not None else None
+        if text is None or texts is None:
+            if texts is not None:  # a merged draft has nothing of the others
                 turn.size = NONE
             return
         if turn.text is not text:
             tail = numbers(context.tokens[-LONG:])
             self._rounds.kernels.sk_look_up_in(self._rounds.number, turn.number, text.number, len(tail), tail)
             turn.text = text
-        wanted = self._texts.wanted(context, gamma, self._target.sizes[-1] // batch - 1)
+        wanted = texts.wanted(context, gamma, self._target.sizes[-1] // batch - 1)
         turn.size = turn.size.finding(wanted)
 
     def _give(self, request: Request, turn: Turn, draft: Draft) -> bool:
@@ -300,57 +305,3 @@ class NativeRounds:
         given = packed, struct.pack(f"={len(numbers)}q", *numbers)
         self._rounds.kernels.sk_draft(self._rounds.number, turn.number, *given)
         return True
-
-    # ------------------------------------------------------------ after the passes
-
-    def _take(self, round_: _Round, committed: Sequence[Committed]) -> list[Step]:
-        """Take over what a round has committed."""
-        requests, _, drafts, drafted, clock = round_
-        steps, rows = [], 0
-        features = self._rounds.features(self._target.sizes[-1])
-        ranked: PassOutput | None = None
-        if self._reads and drafted is not None and drafted.asked:
-            ranked = PassOutput(self._rounds.logits(), {}, self._target.sizes[-1])
-        for i, (request, found) in enumerate(zip(requests, committed, strict=True)):
-            try:
-                if features and self._turns[request.id].seat is None:
-                    self._speculation.give_states(request, PassOutput(_NO_LOGITS, features), rows, found.path)
-                if ranked is not None:
-                    self._speculation.give_ranks(request, drafts[i], ranked, rows)
-                steps.append(self._commit(request, found, drafts.get(i)))
-            except Exception as error:
-                steps.append(request.fail(error))
-            except BaseException:
-                # Ctrl-C between cache and tokens: what they hold may no longer belong together.
-                request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
-                raise
-            rows += 1 + found.nodes
-        kept = [len(step.token_ids) - 1 for step in steps]
-        self._speculation.observe(requests, [found.depth for found in committed], kept, rows, clock)
-        return steps
-
-    def _commit(self, request: Request, found: Committed, draft: Draft | None) -> Step:
-        """Take over what was committed of a request.
-
-        Args:
-            request: whose it is.
-            found: as the kernels left it.
-            draft: that was given, perhaps an empty one; None: it grew there.
-        """
-        turn, seats = self._turns[request.context.id], self._seats
-        request.cached += len(found.tokens)
-        turn.length += len(found.tokens)
-        request.context.noise.counter = found.stream % 2**64
-        if draft is not None and draft.tree.tokens:
-            verdict = Verdict(
-                tuple(found.path), found.tokens[-1], found.kind, tuple(found.refused), tuple(found.chances)
-            )
-            rows = Rows(_NO_LOGITS, request.sampler, len(request.tokens))  # nobody reads them, see `judged`
-            step = request.commit(draft, verdict, rows)
-        elif self._texts is not None:
-            step = request.commit_round(found, [self._names[which] for which in found.members])
-        else:
-            step = request.commit_round(found, [seats.grower.name] * len(found.path) if seats is not None else ())
-        if seats is not None:
-            seats.took(turn, found, over=step.finish_reason is not None)
-        return step

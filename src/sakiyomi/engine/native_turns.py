@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS
-from sakiyomi.drafters.native_texts import NativeText, doubles
+from sakiyomi.drafters.native_texts import NativeText, NativeTexts, doubles
 from sakiyomi.drafters.native_trees import TreeSize, level_seconds
 from sakiyomi.drafters.tree_reader import GrowingDrafter, TreeDrafter
 from sakiyomi.drafters.trees import BUILDERS
 from sakiyomi.engine.batch import case_of
 from sakiyomi.engine.request import Request
+from sakiyomi.engine.speculation import DraftBatch, RoundClock
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import Uniforms
 from sakiyomi.sampling.verifiers.native import pack_case
 
 AHEAD = 64  # columns that are reserved for rounds to come: to ask takes time
+FURTHER_COLUMNS = 32  # that are reserved at least where further rounds follow in the same call
 NONE = TreeSize.none()
+
+
+class AskedRound(NamedTuple):
+    """What a round is asked for.
+
+    Attributes:
+        requests: of the round.
+        depths: of their drafts that grow or are found in the kernels.
+        drafts: those that are given, by their requests' places.
+        drafted: what these took, where all are given.
+        clock: of the round.
+        texts: where drafts are found; None: they are not.
+        further: how many rounds may follow it in the kernels.
+        patience: seconds after which none begins.
+    """
+
+    requests: Sequence[Request]
+    depths: Sequence[int]
+    drafts: Mapping[int, Draft]
+    drafted: DraftBatch | None
+    clock: RoundClock
+    texts: NativeTexts | None = None
+    further: int = 0
+    patience: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -58,20 +84,30 @@ class Turn:
     stream: Uniforms | None = None
     text: NativeText | None = None
 
-    def reserve(self, request: Request, target: ModelRunner, draft: ModelRunner, ahead: int, moved: bool) -> None:
+    def reserve(
+        self, request: Request, target: ModelRunner, draft: ModelRunner, ahead: int, moved: bool, more: int
+    ) -> None:
         """Make room for a draft, which writes so many columns `ahead` (see ``GrowingDrafter``), and some more, where
-        there is none yet or the caches have `moved`.
+        there is none yet or the caches have `moved`; for rounds of the same call so many `more`.
 
         Raises:
             MemoryLimitError: there is none.
         """
-        if moved or self.length + self.size.nodes > self.room:
+        more = max(0, min(more, request.last - self.length - self.size.nodes))
+        if moved or self.length + self.size.nodes + more > self.room:
             assert request.slot is not None
             self.room = self.length + self.size.nodes + AHEAD
             target.cache.reserve(request.slot, self.room)
-        if self.slot is not None and (moved or self.length + self.size.rows + ahead > self.seat_room):
+        if self.slot is not None and (moved or self.length + self.size.rows + ahead + more > self.seat_room):
             self.seat_room = self.length + self.size.rows + ahead + AHEAD
             draft.cache.reserve(self.slot, self.seat_room)
+
+    def until(self, request: Request, draft: ModelRunner, ahead: int) -> int:
+        """How many tokens it may have before another draft of this size; see ``reserve``."""
+        most = min(request.last - 1, request.boundary, self.room) - self.size.nodes
+        if self.slot is None or not self.size.depth:
+            return most
+        return min(most, self.seat_room - self.size.rows - ahead, draft.max_context - max(self.size.depth, ahead))
 
 
 class PassTables:

@@ -11,6 +11,7 @@ from statistics import median
 
 from sakiyomi.drafters.draft_length import ANEW, LOSS, Throughput
 
+BRIEF = 0.01  # seconds of a step after which no further round begins in the kernels
 SETTLED, FEWEST = 16, 3  # rounds of one request with drafts, after which they are compared; least of many requests
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
 NEAR, NEAR_EVERY = 1.5, 24  # the same where drafting is less than NEAR times as fast as plain decoding
@@ -57,6 +58,10 @@ class Pace:
     def undrafted(self) -> bool:
         """Whether the next round is to be plain: drafting has lost, or plain rounds are to be measured."""
         return self._left > 0 or self._since >= self._look
+
+    def unchanged(self, most: int) -> int:
+        """How many rounds after the next one, of so many, have drafts if it has some, by what is known now."""
+        return min(most, max(0, self._left - 1 if self._left else self._look - self._since - 1))
 
     def reckoned(self, seconds: float, share: float) -> float:
         """What a round would have taken in which all had drafted, of whom one in `share` did."""

@@ -53,6 +53,20 @@ class DraftBatch(NamedTuple):
     repeats: bool = False
 
 
+class Timed(NamedTuple):
+    """What a round took.
+
+    Attributes:
+        seconds: all of it, without those that drafters spent on prompts.
+        scoring: inside the target's forward.
+        drafted: what its drafts took.
+    """
+
+    seconds: float
+    scoring: float
+    drafted: DraftBatch
+
+
 class RoundClock:
     """Wall-clock timings of one round.
 
@@ -81,10 +95,10 @@ class RoundClock:
             stats.draft_seconds += drafted.seconds
             stats.score_seconds += scoring
 
-    @property
-    def seconds(self) -> float:
-        """Seconds of the round so far, without those that drafters spent on prompts."""
-        return time.perf_counter() - self._began - self.drafted.catching_up
+    def timed(self) -> Timed:
+        """What it took so far."""
+        seconds = time.perf_counter() - self._began - self.drafted.catching_up
+        return Timed(seconds, self.scoring, self.drafted)
 
 
 class SpeculationController:
@@ -113,8 +127,7 @@ class SpeculationController:
             target.capture(self._wanted.layers)
             for model in self._models[1:]:  # some run layers of the target
                 model.settle()
-        self.target, self.drafter = target, drafter
-        self.broken = 0
+        self.target, self.drafter, self.broken = target, drafter, 0
         self._exact, self._strict = exact, strict
         self._paces: dict[int, Pace] = {}  # by requests, the same for all that make a pass of the same rows
         self._timed: set[int] = set()
@@ -123,21 +136,11 @@ class SpeculationController:
         self._reading = 0.0  # seconds that it takes for a token of such a text
         self._made = sum(model.clock.made for model in self._models)
         self._tried: list[Request] = []  # which of this round's requests try drafts for all; empty: each for itself
-
-    def verifier(self, params: SamplingParams) -> Verifier:
-        """The acceptance rule for a request.
-
-        Raises:
-            InputError: the rule that was asked for does not take what the drafter proposes.
-        """
-        if self.drafter is None:
-            return choose_verifier(params, None)
-        kind = self.drafter.kind_for(params)
-        return choose_verifier(params, kind, branches=self.drafter.prefers_coupled and kind != "chain")
+        self._deciding: list[Request] = []  # whose policies have decided about this round
 
     def depths(self, requests: Sequence[Request]) -> list[int]:
         """Depth of each request's draft; 0 without a drafter, where drafting is not faster, or at the text's end."""
-        drafter = self.drafter
+        drafter, self._deciding = self.drafter, []
         if drafter is None:
             return [0] * len(requests)
         asking = [request for request in requests if not (request.context.given and request.repeats)]
@@ -160,6 +163,7 @@ class SpeculationController:
             waits = bool(self._tried) and request not in self._tried
             if room > 0 and not waits and not request.undrafted and not (context.given and request.repeats):
                 depth, nodes, worth = request.policy.next(costs)
+                self._deciding.append(request)
                 left = request.last - len(request.tokens) - 1  # of the text; `room` ends at the next eviction
                 if depth and request.policy.adapts and not self._worth_reading(request, left, len(asking)):
                     depth = 0
@@ -171,6 +175,19 @@ class SpeculationController:
                     context.worth = worth.within(room) if worth is not None else None
             depths.append(min(depth, room) if depth else 0)
         return depths
+
+    def unchanged(self, requests: Sequence[Request], most: int) -> int:
+        """For how many rounds after the next one, of so many, ``depths`` would say the same, by what is known now."""
+        if self.drafter is not None and all(request.policy.adapts for request in requests):
+            pace = self._pace(len(requests))
+            trying = len(requests) >= MANY and not pace.rate and not pace.undrafted
+            most = pace.unchanged(most) if pace.plain and not trying and not self._tried else 0
+        return min([request.policy.unchanged(most) for request in self._deciding], default=most)
+
+    def skip(self, rounds: int) -> None:
+        """Count rounds that were run like the last one, without ``depths``."""
+        for request in self._deciding:
+            request.policy.skip(rounds)
 
     def _worth_reading(self, request: Request, room: int, batch: int) -> bool:
         """Whether drafts of `room` further tokens save more time than the drafter needs to read the text.
@@ -196,8 +213,7 @@ class SpeculationController:
                 continue
             most = max(0, min(_room(request), self.target.sizes[-1] - 1))
             if repeats:
-                begun = len(request.output)
-                found[i] = Draft.chain(given[begun : begun + most], GIVEN)
+                found[i] = Draft.chain(given[len(request.output) :][:most], GIVEN)
             elif tokens := forced(request.tokens)[: min(most, FORCED)] if forced is not None else ():
                 with suppress(InputError):  # the acceptance rule takes other drafts only
                     found[i] = self._checked(Draft.chain(tokens, "grammar"), request)
@@ -267,7 +283,7 @@ class SpeculationController:
             tell(self.drafter, "observe", request.context, first, states)
 
     def observe(
-        self, requests: Sequence[Request], depths: Sequence[int], kept: Sequence[int], rows: int, clock: RoundClock
+        self, requests: Sequence[Request], depths: Sequence[int], kept: Sequence[int], rows: int, timed: Timed
     ) -> None:
         """Learn from a round: update each request's policy, and the mean seconds of a draft pass and of the rest.
 
@@ -276,14 +292,14 @@ class SpeculationController:
             depths: of their drafts.
             kept: accepted draft tokens of each.
             rows: of the target's pass.
-            clock: of the round.
+            timed: what the round took.
         """
         made, self._made = self._made, sum([model.clock.made for model in self._models])
-        drafted = clock.drafted
+        seconds, scoring, drafted = timed
         if not kept or drafted.repeats:
             return
-        seconds, first = clock.seconds, self._made != made  # passes were recorded or compared on the way
-        overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
+        first = self._made != made  # passes were recorded or compared on the way
+        overhead = max(0.0, seconds - drafted.seconds - scoring)
         pace = self._pace(len(kept))
         if first or seconds > SUDDEN * pace.last:
             known = self.target.known_seconds(rows)
@@ -392,6 +408,18 @@ def _trying(requests: Sequence[Request]) -> list[Request]:
     able = [request for request in requests if not request.undrafted]
     able.sort(key=lambda request: (not request.followed, len(request.tokens)))
     return able[: max(TRIED, len(requests) // TRIED)]
+
+
+def verifier_for(drafter: Drafter | None, params: SamplingParams) -> Verifier:
+    """The acceptance rule for a request.
+
+    Raises:
+        InputError: the rule that was asked for does not take what the drafter proposes.
+    """
+    if drafter is None:
+        return choose_verifier(params, None)
+    kind = drafter.kind_for(params)
+    return choose_verifier(params, kind, branches=drafter.prefers_coupled and kind != "chain")
 
 
 def _room(request: Request) -> int:

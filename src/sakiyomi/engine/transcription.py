@@ -22,6 +22,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.transcripts import Segment, Transcript, TranscriptionParams, Word
 from sakiyomi.engine.encoder_inputs import SourceInputProcessor
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
+from sakiyomi.engine.pace import BRIEF
 from sakiyomi.engine.request import Request
 from sakiyomi.engine.sound_features import features_of
 from sakiyomi.engine.transcription_rules import TimestampRules
@@ -96,7 +97,7 @@ class Transcriber:
                     running[number] = begun[number].submit()
                 if not running:
                     return [each.transcript(parts) for each, parts in zip(begun, found, strict=True)]
-                self._engine.step()
+                self._engine.step(BRIEF)
                 for number in [number for number, request in running.items() if request.over]:
                     found[number] += begun[number].take(running.pop(number).generation())
                     if not begun[number].over:

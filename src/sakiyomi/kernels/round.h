@@ -59,6 +59,19 @@ struct Asked {
   Wanted wanted;  // of what is found in its text; depth 0: nothing
 };
 
+// What a round took, in seconds: all of it; up to the target's pass; inside drafts' passes; inside the target's. How many passes drafts took.
+struct Span {
+  double whole, before, drafting, scoring, passes;
+};
+
+// How many rounds like the first one may follow it in a call. None begins where a text has ended, a request has more tokens than its `until`,
+// or the call has taken `seconds`; their passes are run here.
+struct Further {
+  int64_t rounds;
+  double seconds;
+  const int64_t* until;
+};
+
 // What a head reads of the target's passes, as model_executor/kernel_rounds.py packs it: these of the hidden states that are captured, so many
 // bytes of a row each.
 struct Heard {
@@ -79,6 +92,9 @@ constexpr size_t longest_tail = 256, kept_tail = 64;  // LONG in native_texts.py
 constexpr int64_t together = 64;  // so many tokens' hidden states wait at most, for features of all requests in one product
 enum Ended : int64_t { goes_on, by_stop, by_length };
 constexpr int64_t most_passes = 256;
+constexpr int64_t most_rounds = 8;     // of a call: MOST_ROUNDS in kernel_rounds.py
+constexpr int64_t resting_calls = 32;  // have one round, behind a call in which a further one failed
+constexpr int64_t span_size = sizeof(Span) / sizeof(double);
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
 
 // Of a pass's rows behind `first` pairs of a slot keep these, which ascend.
@@ -91,13 +107,18 @@ struct Rounds {
   Forest forest;     // of the draft model
   int64_t* ints;
   double* doubles;
-  double* times;  // how many passes were run, seconds up to the last one's beginning; of each which it was, and its seconds
+  int64_t most_rows;  // of a call's passes of the target: there is room for what so many commit
+  double* times;  // how many passes were run, and rounds; of each round its `Span`; of each pass which it was, and its seconds
   Heard hears{};
   std::vector<Request> requests;
   std::vector<Request*> round;
   const double* scored = nullptr;  // seconds of the target's pass by the nodes of all drafts, where these are weighed
   bool drafting = false, asking = false;  // of a draft model, of texts
-  double spent = 0;                       // seconds inside drafts' passes
+  int64_t* next_int = nullptr;            // where what is committed next is left
+  double* next_double = nullptr;
+  int64_t resting = 0;                    // calls that still have one round
+  bool any_ended = false;                 // of the texts, in this call
+  Span span{};                            // of this round
   const void* const* states = nullptr;    // of the target's pass, if Python ran it
   std::vector<int64_t> table, numbers;
   std::vector<const void*> passes;  // logits of the draft model's, which are held until the round is over
@@ -110,9 +131,51 @@ struct Rounds {
   static int64_t of_draft(int64_t size) { return 2 * size; }
   static int64_t of_target(int64_t size) { return 2 * size + 1; }
 
+  // A round, and those that follow it. One of these that fails commits nothing, and draws its candidates again in the next call.
+  int64_t run_rounds(int64_t count, const Asked* asked, const double* level, const Further& further) {
+    times[0] = times[1] = 0, next_int = ints + 2, next_double = doubles, any_ended = false;
+    int64_t code = finished(run(begin(count, asked, level)));
+    if (!further.rounds || code) return code;
+    if (resting) return --resting, code;
+    int64_t rows = count;  // of such a round, at most
+    for (int64_t i = 0; i < count; ++i) rows += std::max({asked[i].extent.depth ? asked[i].extent.nodes : 0, asked[i].wanted.nodes, asked[i].wanted.most});
+    const auto fits = [&] {
+      for (int64_t i = 0; i < count; ++i)
+        if (round[i]->length() > further.until[i]) return false;
+      return true;
+    };
+    int64_t left = most_rows - rows;
+    double spent = span.whole;
+    std::vector<uint64_t> streams(count);
+    for (int64_t done = 0; done < further.rounds && !any_ended && left >= rows && 2 * times[0] < most_passes && spent < further.seconds && fits(); ++done) {
+      const double passes_before = times[0];
+      for (int64_t i = 0; i < count; ++i) streams[i] = round[i]->ask.stream;
+      try {
+        code = finished(run(begin(count, asked, level)));
+      } catch (const std::exception&) {
+        code = none_left;
+      }
+      if (code) {
+        for (int64_t i = 0; i < count; ++i) round[i]->ask.stream = streams[i], round[i]->nodes = {};
+        times[0] = passes_before, resting = resting_calls;
+        return 0;
+      }
+      left -= rows, spent += span.whole;
+    }
+    return 0;
+  }
+
+  // The same code. 0: the round is over, and what it took is left.
+  int64_t finished(int64_t code) {
+    if (code) return code;
+    span.whole = seconds_since(began);
+    std::memcpy(times + 2 + span_size * int64_t(times[1]++), &span, sizeof span);
+    return code;
+  }
+
   int64_t begin(int64_t count, const Asked* asked, const double* level) {
     round.clear(), held.clear(), scorer = nullptr, passes.clear(), forest.trees.clear();
-    times[0] = times[1] = spent = 0, began = Clock::now(), asking = forest.sure = false;
+    span = {}, began = Clock::now(), asking = forest.sure = false;
     for (int64_t i = 0; i < count; ++i) {
       Request& own = requests[asked[i].number];
       round.push_back(&own);
@@ -271,7 +334,7 @@ struct Rounds {
     while (code > 0) {
       const bool scoring = code % 2;
       const Described& model = scoring ? target : forest.model;
-      if (scoring) times[1] = seconds_since(began);
+      if (scoring) span.before = seconds_since(began);
       const int64_t size = code / 2, which = std::lower_bound(model.sizes.begin(), model.sizes.end(), size) - model.sizes.begin();
       const int64_t* ids = model.buffers[which];
       Program* program = model.programs[which];
@@ -306,14 +369,17 @@ struct Rounds {
     if (!(code % 2))
       if (const void* said = say(features, code / 2)) logits = said;
     took(code, seconds + seconds_since(start));
-    return run(take(logits, features));
+    return finished(run(take(logits, features)));
   }
 
   void took(int64_t code, double seconds) {
-    const int64_t count = int64_t(times[0]++);
-    check(count < most_passes, "a round of too many passes");
-    times[2 + 2 * count] = double(code), times[3 + 2 * count] = seconds;
-    if (code == of_layers || !(code % 2)) spent += seconds;
+    const int64_t count = int64_t(times[0]);
+    check(count < most_passes, "rounds of too many passes");
+    ++times[0];
+    double* const own = times + 2 + span_size * most_rounds + 2 * count;
+    own[0] = double(code), own[1] = seconds;
+    (code > 0 && code % 2 ? span.scoring : span.drafting) += seconds;
+    span.passes += !(code % 2);
   }
 
   int64_t take(const void* logits, const void* features) {
@@ -411,7 +477,7 @@ struct Rounds {
     Shared* shared = nullptr;
     for (Request* own : round)
       if (own->asks && own->grows) shared = own->text->shared.get();
-    if (shared) shared->spent(spent);
+    if (shared) shared->spent(span.drafting);
     for (Request* own : round)
       if (own->asks) merge(*own);
     table.clear();
@@ -459,10 +525,8 @@ struct Rounds {
         if (const Request& own = *round[i]; recycles(&own))
           own.text->recycled->put(Last(own.tail.data(), own.tail.size()), own.nodes.tokens, own.nodes.parents, rows.data() + cases[i].row);
     }
-    int64_t* to = ints + 2;
-    double* real = doubles;
-    for (size_t i = 0; i < round.size(); ++i) write(*round[i], cases[i].row, verdicts[i], to, real);
-    ints[0] = to - ints, ints[1] = real - doubles;
+    for (size_t i = 0; i < round.size(); ++i) write(*round[i], cases[i].row, verdicts[i]);
+    ints[0] = next_int - ints, ints[1] = next_double - doubles;
     return 0;
   }
 
@@ -524,7 +588,7 @@ struct Rounds {
   // ends there, number of nodes, their depth, numbers of accepted and of refused nodes, the ending, tokens that the draft model has read, both
   // streams, for how many accepted nodes it is said who guessed them, whether a tree would have been worth its time; the tokens, the accepted and the refused nodes, these guessers, what
   // `tell` writes. As others: the tokens' chances, the draft's of the path, and what `tell` writes.
-  void write(Request& own, int64_t row, const Verdict& found, int64_t*& to, double*& real) {
+  void write(Request& own, int64_t row, const Verdict& found) {
     const Nodes& nodes = own.nodes;
     const int64_t accepted = found.path.size();
     std::vector<int64_t> tokens, rows{0};
@@ -534,7 +598,8 @@ struct Rounds {
     int64_t used = 0;
     bool stopped = false;
     while (used < most && !stopped) stopped = std::find(own.stops.begin(), own.stops.end(), tokens[used++]) != own.stops.end();
-    const Ended ended = stopped ? by_stop : (int64_t)tokens.size() >= room ? by_length : goes_on;
+    const Ended why = stopped ? by_stop : (int64_t)tokens.size() >= room ? by_length : goes_on;
+    any_ended |= why != goes_on;
     own.judged.stream = found.stream;
     keep(target, own.slot, own.length() - 1, rows);
     if (forest.masks.block || !forest.model.session) {
@@ -558,16 +623,16 @@ struct Rounds {
       if (own.tail.size() > longest_tail) own.tail.erase(own.tail.begin(), own.tail.end() - kept_tail);
     }
     const bool found_there = own.asks && accepted;
-    for (int64_t x : {used, int64_t(ended), int64_t(nodes.tokens.size()), nodes.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
+    for (int64_t x : {used, int64_t(why), int64_t(nodes.tokens.size()), nodes.depth, accepted, int64_t(found.refused.size()), int64_t(found.ending),
                       own.ask.held, int64_t(own.judged.stream), int64_t(own.ask.stream), found_there ? accepted : 0, int64_t(own.wishes)})
-      *to++ = x;
-    to = std::copy(tokens.begin(), tokens.end(), to);
-    for (const auto* part : {&found.path, &found.refused}) to = std::copy(part->begin(), part->end(), to);
-    for (int64_t i = 0; found_there && i < accepted; ++i) *to++ = nodes.members[found.path[i]];
-    real = std::copy(found.chances.begin(), found.chances.end(), real);
-    for (int64_t node : found.path) *real++ = own.asks ? nodes.said[node] : own.grows ? prob_of(own, nodes.candidates[node]) : 0;
-    if (own.grows) tell(own, tokens, to, real);
-    else *to++ = 0;
+      *next_int++ = x;
+    next_int = std::copy(tokens.begin(), tokens.end(), next_int);
+    for (const auto* part : {&found.path, &found.refused}) next_int = std::copy(part->begin(), part->end(), next_int);
+    for (int64_t i = 0; found_there && i < accepted; ++i) *next_int++ = nodes.members[found.path[i]];
+    next_double = std::copy(found.chances.begin(), found.chances.end(), next_double);
+    for (int64_t node : found.path) *next_double++ = own.asks ? nodes.said[node] : own.grows ? prob_of(own, nodes.candidates[node]) : 0;
+    if (own.grows) tell(own, tokens, next_int, next_double);
+    else *next_int++ = 0;
     own.nodes = {};
   }
 };
@@ -578,15 +643,16 @@ extern "C" {
 
 // Rounds of a target and a draft model. Of each: session (0: none), V, whether logits are bf16, number of sizes, sizes, buffers,
 // programs (0: none). Without a target its V is the width of what candidates are drawn from. `ints` and `doubles`: where sk_pass leaves what
-// was committed; `times`: see Rounds, of up to 256 passes.
-int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* ints, double* doubles, double* times) {
+// was committed, of passes of up to `most_rows` rows; `times`: see Rounds.
+int64_t sk_rounds(const int64_t* of_target, const int64_t* of_draft, int64_t* ints, double* doubles, int64_t most_rows,
+                  double* times) {
   auto model = [](const int64_t* from) {
     const int64_t count = from[3], *sizes = from + 4, *buffers = sizes + count, *programs = buffers + count;
     return Described{from[0], from[1], from[2], {sizes, buffers}, {(int64_t**)buffers, (int64_t**)programs},
                      {(Program**)programs, (Program**)programs + count}};
   };
   const Described target = model(of_target);
-  return (int64_t) new Rounds{target, {model(of_draft), target.vocab, target.session != 0, nullptr, {}, {}}, ints, doubles, times};
+  return (int64_t) new Rounds{target, {model(of_draft), target.vocab, target.session != 0, nullptr, {}, {}}, ints, doubles, most_rows, times};
 }
 
 // What a head reads of the target's passes: numbers of captured states and bytes of a row of each, whether the last one's alone, what makes
@@ -701,11 +767,12 @@ void sk_grown(int64_t rounds, int64_t number, int64_t* counts, const int64_t** i
 
 // Begins a round of requests, and runs it as far as passes are run here. The pass that Python has to run, which is described: twice its rows,
 // and one more where it is the target's; 0: the round is over; -1: none. Where anything is weighed, seconds of the draft model's passes by
-// rows, and of the target's by the nodes of all drafts: held until the round ends.
-int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double* level, const double* scored) try {
+// rows, and of the target's by the nodes of all drafts: held until the round ends. Of further rounds see Further.
+int64_t sk_round(int64_t rounds, int64_t count, const void* asked, const double* level, const double* scored, int64_t further, double seconds,
+                 const int64_t* until) try {
   Rounds& own = *(Rounds*)rounds;
   own.scored = scored;
-  return own.run(own.begin(count, (const Asked*)asked, level));
+  return own.run_rounds(count, (const Asked*)asked, level, {further, seconds, until});
 } catch (const std::exception&) {
   return none_left;
 }

@@ -32,7 +32,10 @@ from sakiyomi.sampling.verifiers.native import KINDS
 
 logger = logging.getLogger("sakiyomi")
 OFTEN = 8  # rounds after which passes' clocks are read again
-_PASSES = 256  # as most_passes in round.h
+MOST_ROUNDS = 8  # of a call, as most_rounds in round.h
+_PASSES = 256  # as most_passes there
+_FULL_PASSES = 4  # of the target: there is room for what so many of the largest commit
+_SPAN = 5  # numbers of `Span` in round.h
 _HEAD = 12  # numbers before the tokens of a request, see Rounds::write in round.h
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length")
 
@@ -78,18 +81,40 @@ class Committed(NamedTuple):
     places: list[tuple[int, Sequence[float]]]
 
 
-class Drafting(NamedTuple):
-    """What it took to draft.
+class Span(NamedTuple):
+    """What a round took.
 
     Attributes:
+        whole: seconds of all of it.
+        scoring: seconds inside the target's pass.
         passes: of the draft model.
         seconds: inside these.
         besides: seconds outside of them, up to the target's pass.
     """
 
+    whole: float
+    scoring: float
     passes: int
     seconds: float
     besides: float
+
+
+class Further(NamedTuple):
+    """How many rounds like the first one may follow it in a call, see `Further` in `round.h`.
+
+    Attributes:
+        rounds: at most.
+        seconds: that the call has taken, after which none begins.
+        until: tokens that each request may have before one.
+    """
+
+    rounds: int = 0
+    seconds: float = 0.0
+    until: Any = None
+
+
+ALONE = Further()
+"""None follows."""
 
 
 @dataclass(frozen=True)
@@ -253,29 +278,10 @@ class KernelRounds:
         if number:
             self.kernels.sk_free_rounds(number)
 
-    def committed(self, count: int) -> list[Committed]:
-        """What the last round has committed of so many requests."""
+    def committed(self, count: int, rounds: int = 1) -> list[Committed]:
+        """What the last rounds have committed of so many requests, a round after the other."""
         ints, doubles, _ = self._results
-        whole, real, at, done = ints[2 : ints[0]], doubles[: ints[1]], 0, 0
-        found = []
-        for _ in range(count):
-            used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn, guessed, wishes = whole[
-                at : at + _HEAD
-            ]
-            at += _HEAD
-            path, others, guessers = at + accepted + 1, at + 2 * accepted + 1, at + 2 * accepted + 1 + refused
-            end = guessers + guessed
-            lists = whole[at:path], whole[path:others], whole[others:guessers]
-            weights = real[done : done + accepted + 1], real[done + accepted + 1 : done + 2 * accepted + 1]
-            at, done, places = end + 1, done + 2 * accepted + 1, []
-            for _ in range(whole[end]):
-                rank, listed = whole[at : at + 2]
-                scores = real[done : done + listed] if listed > 1 else ()
-                places.append((rank, scores))
-                at, done = at + 2, done + len(scores)
-            about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn, bool(wishes)
-            found.append(Committed._make((*about, *lists, *weights, whole[guessers:end], places)))
-        return found
+        return _read(ints[2 : ints[0]], doubles[: ints[1]], count * rounds)
 
     def features(self, rows: int) -> dict[int, Tensor]:
         """Hidden states of the target's pass in the last round, which are handed over.
@@ -322,7 +328,7 @@ class KernelRounds:
     def _last_pass(self) -> int:
         """The last round's last pass, as the kernels name it."""
         times = self._results[2]
-        return int(times[2 * int(times[0])])
+        return int(times[_SPAN * MOST_ROUNDS + 2 * int(times[0])])
 
     def _states_of(self, code: int) -> tuple[Tensor, ...]:
         """Copies of the hidden states of a pass that was run in the kernels, which keep them until its next run."""
@@ -379,10 +385,12 @@ class KernelRounds:
             self._passes |= {2 * size + which: each for size, each in passes.items()}
         most = self._target.sizes[-1] if self._target is not None else 0
         # Each row of a round has a token, and may be a place with no more candidates than there are rows.
-        doubles = [(ctypes.c_double * count)() for count in ((2 + most) * most, 2 + 2 * _PASSES)]
-        self._results = numbers([0] * ((_HEAD + 9) * most)), doubles[0], doubles[1]
+        rooms = _FULL_PASSES * (2 + most) * most, 2 + _SPAN * MOST_ROUNDS + 2 * _PASSES
+        doubles = [(ctypes.c_double * room)() for room in rooms]
+        self._results = numbers([0] * (2 + _FULL_PASSES * (_HEAD + 9) * most)), doubles[0], doubles[1]
+        whole, real, times = self._results
         self.kernels = kernels
-        self.number = kernels.sk_rounds(tables[1], tables[0], *self._results)
+        self.number = kernels.sk_rounds(tables[1], tables[0], whole, real, _FULL_PASSES * most, times)
         self._feed()
         self._rows = [_compared(model, count) for model, count in zip(self.models, rows, strict=True)]
         self._made_for, self._held = self._versions(), [part.held for part in self._layers]
@@ -414,22 +422,32 @@ class KernelRounds:
             slots = heard.count, _code(heard.slots), heard.vocab, pointer(heard.tokens)
             set_up.sk_hears(number, *read, *slots)
 
-    def run(self, count: int, asked: bytes, level: Any, scored: Any = None, *, states: bool = False) -> Drafting | None:
-        """A round of `count` requests. The models' clocks and seconds include its passes.
+    def run(
+        self,
+        count: int,
+        asked: bytes,
+        level: Any,
+        scored: Any = None,
+        *,
+        states: bool = False,
+        further: Further = ALONE,
+    ) -> list[Span]:
+        """A round of `count` requests, and perhaps some more. The models' clocks and seconds include their passes.
 
         Args:
             count: of requests.
             asked: of each, see `Asked` in `round.h`.
             level: seconds of the draft model's passes by rows, where trees are weighed.
             scored: seconds of the target's pass by nodes, likewise.
-            states: hidden states of the target's pass are wanted, see ``features``.
+            states: hidden states of the target's pass are wanted, see ``features``: there is one round.
+            further: rounds that may follow.
 
         Returns:
-            What drafting took; None: nothing was committed: a row holds no numbers, or a pass failed.
+            What each round took; none: nothing was committed: a row holds no numbers, or a pass failed.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.run(count, asked, level, scored, states=states)
+                return self.run(count, asked, level, scored, states=states, further=further)
         kernels, now = self.kernels, time.perf_counter
         held: list[Tensor] = []
         fresh: set[int] = set()
@@ -437,7 +455,7 @@ class KernelRounds:
         # Layers are a model's of the two, or the target's where trees grow alone.
         beside = self._layers[0].host.lock if self._layers else self.models[0].lock
         with self.models[0].lock, self.models[-1].lock, beside:
-            code = kernels.sk_round(self.number, count, asked, level, scored)
+            code = kernels.sk_round(self.number, count, asked, level, scored, *further)
             while code > 0:
                 replay, ids, positions = self._passes[code]
                 recorder = self._model(code).recorder
@@ -451,7 +469,7 @@ class KernelRounds:
                 if recorder.fresh:  # it was captured first
                     fresh.add(code)
                 if code not in self._checked and not self._readable(code, logits):
-                    return None
+                    return []
                 read, about = self.around.heard if code % 2 else self.around.fed, None
                 if read is not None:
                     given = tuple([state.contiguous() for state in given])
@@ -460,7 +478,7 @@ class KernelRounds:
             if states and not code and self._logits is None:
                 # Now: the next pass of any session overwrites them.
                 self._states = self._states_of(self._last_pass())
-        return None if code else self._count(fresh)
+        return [] if code else self._count(fresh)
 
     def _model(self, code: int) -> ModelRunner:
         return self.models[-1 if code % 2 else 0]
@@ -485,24 +503,52 @@ class KernelRounds:
         self._unreadable = True
         return False
 
-    def _count(self, fresh: Collection[int]) -> Drafting:
+    def _count(self, fresh: Collection[int]) -> list[Span]:
         """Add up what passes took, of which these were captured first; see ``run``."""
         times, models = self._results[2], self.models
-        ran = times[: 2 + 2 * int(times[0])]
-        passes, inside = 0, 0.0
-        spent_by: dict[int, float] = {}
-        for at in range(2, len(ran), 2):
-            code, spent = int(ran[at]), ran[at + 1]
-            if code > 0:
-                models[-(code % 2)].forward_seconds += spent
-                spent_by[code] = spent
-            passes += not code % 2  # 0: of a head that is no model
-            inside += spent if code < 0 or not code % 2 else 0.0  # below 0: layers around passes
-        self._since += 1
+        count, rounds = int(times[0]), int(times[1])
+        first, since = 2 + _SPAN * MOST_ROUNDS, self._since
+        self._since += rounds
         # A clock is read now and then: its mean hardly moves.
-        for code in spent_by if self._since <= OFTEN or not self._since % OFTEN else fresh:
-            models[-(code % 2)].clock.add(code // 2, True, spent_by[code], fresh=code in fresh)
-        return Drafting(passes, inside, ran[1] - inside)
+        read = since < OFTEN or since // OFTEN < self._since // OFTEN
+        spent_by: dict[int, float] = {}
+        for at in range(first, first + 2 * count, 2):
+            code = int(times[at])
+            if code > 0:
+                spent = times[at + 1]
+                models[-(code % 2)].forward_seconds += spent
+                if read or code in fresh:
+                    spent_by[code] = spent
+        for code, spent in spent_by.items():
+            models[-(code % 2)].clock.add(code // 2, True, spent, fresh=code in fresh)
+        spans = []
+        for at in range(2, 2 + _SPAN * rounds, _SPAN):
+            whole, before, inside, scoring, passes = times[at : at + _SPAN]
+            spans.append(Span(whole, scoring, int(passes), inside, before - inside))
+        return spans
+
+
+def _read(whole: Sequence[int], real: Sequence[float], count: int) -> list[Committed]:
+    """What `Rounds::write` in `round.h` has left of so many verdicts."""
+    found, at, done = list[Committed](), 0, 0
+    for _ in range(count):
+        used, ended, nodes, depth, accepted, refused, kind, held, stream, drawn, guessed, wishes = whole[
+            at : at + _HEAD
+        ]
+        at += _HEAD
+        path, others, guessers = at + accepted + 1, at + 2 * accepted + 1, at + 2 * accepted + 1 + refused
+        end = guessers + guessed
+        lists = whole[at:path], whole[path:others], whole[others:guessers]
+        weights = real[done : done + accepted + 1], real[done + accepted + 1 : done + 2 * accepted + 1]
+        at, done, places = end + 1, done + 2 * accepted + 1, []
+        for _ in range(whole[end]):
+            rank, listed = whole[at : at + 2]
+            scores = real[done : done + listed] if listed > 1 else ()
+            places.append((rank, scores))
+            at, done = at + 2, done + len(scores)
+        about = used, _REASONS[ended], nodes, depth, KINDS[kind], held, stream, drawn, bool(wishes)
+        found.append(Committed._make((*about, *lists, *weights, whole[guessers:end], places)))
+    return found
 
 
 def _proven(model: ModelRunner, rows: int, place: tuple[int | None, int]) -> list[int]:
