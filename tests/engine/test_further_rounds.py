@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
 
 from random_models import Numbers, random_llama
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.core.outputs import Step
 from sakiyomi.drafters.draft_length import AutoSize, Costs, FixedSize, Heuristic, Phase
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine import engine as loop
-from sakiyomi.engine.native_commits import CommittedRounds
 from sakiyomi.engine.pace import Pace
-from sakiyomi.engine.speculation import RoundClock, SpeculationController, Timed
+from sakiyomi.engine.speculation import SpeculationController
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.kernel_rounds import MOST_ROUNDS, Further, KernelRounds
@@ -234,34 +235,60 @@ def interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-def test_each_has_its_share_of_what_is_done_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is alone in its call is not slower than others by what is done before and behind it."""
-    llm, seconds = made(None), dict[int, list[float]]()
-    observe = SpeculationController.observe
+@pytest.mark.parametrize("draft", ["model", "suffix"])
+def test_a_long_prompt_is_read_before_they_begin(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds without a draft, behind one that was not ready, would be those of calls of one with drafts."""
+    monkeypatch.setattr("sakiyomi.drafters.native_texts.CHUNK", 200)
+    monkeypatch.setattr("sakiyomi.drafters.model.CHUNK", 200, raising=False)
+    llm, found = made(draft, max_context=2048), []
+    prompt = [i % 7 + i % 5 for i in range(1500)]
+    for patience in (0.0, PATIENT):
+        monkeypatch.setattr(loop, "BRIEF", patience)
+        (out,) = llm.generate([prompt], params(max_new_tokens=60))
+        found.append((out.token_ids, out.stats.rounds, out.stats.drafted, out.stats.accepted))
+    assert found[0] == found[1]
 
-    def noted(self: SpeculationController, requests: Any, depths: Any, kept: Any, rows: int, timed: Timed) -> None:
-        seconds.setdefault(len(calls), []).append(timed.seconds)
-        observe(self, requests, depths, kept, rows, timed)
 
-    run, calls = KernelRounds.run, list[int]()
+def test_a_stream_beside_them_gets_its_steps_one_by_one(calls: list[int]) -> None:
+    llm = made(None)
+    heard: deque[Step] = deque()
+    live = llm.engine.submit(PROMPTS[0], params(), outbox=heard)
+    llm.engine.step()
+    calls.clear()
+    llm.generate(PROMPTS[1:], params(max_new_tokens=10))
+    assert set(calls) == {1} and len(heard) == 1 + len(calls)
+    llm.engine.remove(live.id)
 
-    def fixed(rounds: KernelRounds, count: int, *asked: Any, further: Further, **how: Any) -> Any:
-        calls.append(0)
-        number = 0 if len(calls) % 4 == 0 else further.rounds
-        spans = run(rounds, count, *asked, further=further._replace(rounds=number), **how)
-        return [span._replace(whole=1.0) for span in spans]
 
-    monkeypatch.setattr(SpeculationController, "observe", noted)
-    monkeypatch.setattr(KernelRounds, "run", fixed)
-    monkeypatch.setattr(loop, "BRIEF", PATIENT)
-    monkeypatch.setattr(RoundClock, "timed", lambda clock: Timed(1.0, 0.0, clock.drafted))
-    outside = CommittedRounds._outside_of
-    monkeypatch.setattr(CommittedRounds, "_outside_of", lambda self, _, rounds: outside(self, 0.9, rounds))
-    llm.generate(PROMPTS[:1], params(max_new_tokens=200))
-    alone = [own[0] for own in seconds.values() if len(own) == 1]
-    shared = [each for own in list(seconds.values())[8:] for each in own if len(own) > 1]
-    assert len(alone) > 3 and max(alone[2:]) < 1.4
-    assert min(shared) > 1.1
+def test_one_that_is_not_drafted_and_one_that_is(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, found = made("model"), []
+    for patience in (0.0, PATIENT):
+        monkeypatch.setattr(loop, "BRIEF", patience)
+        llm.engine.drafter.forget()  # type: ignore[union-attr]
+        calls.clear()
+        each = [{"drafted": False}, {}, {"key": (1,)}]
+        requests = [
+            llm.engine.submit(prompt, params(temperature=0.8, seed=3, gamma=gamma), live=False, **options)
+            for prompt, options, gamma in zip(PROMPTS, each, (4, 4, 2), strict=True)
+        ]
+        done = llm.engine.complete(requests)
+        found.append([(out.token_ids, out.stats.drafted, out.stats.accepted) for out in done])
+        assert (max(calls) > 1) == (patience > 0)
+    assert found[0] == found[1] and found[0][0][1] == 0 < found[0][1][1]
+
+
+def test_each_has_its_share_of_what_is_done_outside() -> None:
+    """One that is alone in its call is not slower than others; what passes cost that are made is the first round's."""
+    llm = made(None)
+    committed = llm.engine._native._committed
+    committed._outside.clear()
+    committed._made = sum(model.clock.made for model in committed._rounds.models)
+    assert committed._shares(0.8, 1, 8) == [pytest.approx(0.1)] * 8
+    assert committed._shares(0.9, 1, 1) == [pytest.approx(0.11)]
+    assert committed._shares(0.9, 2, 1) == [0.9]
+    llm.target.clock.made += 1
+    assert committed._shares(30.0, 1, 3) == [30.0, *[pytest.approx(0.11)] * 2]
+    assert max(committed._shares(0.88, 1, 8)) < 0.12
 
 
 def test_a_row_without_a_number(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,7 @@ def test_whole_rounds_around_passes_of_python(case: str, monkeypatch: pytest.Mon
 
 
 def equal_to_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "BRIEF", 1000.0)
     options = {"gamma": 4} | WHOLE[case]
     params = SamplingParams(max_new_tokens=25, ignore_eos=True, seed=3, **options)
     with monkeypatch.context() as patch:

@@ -19,6 +19,7 @@ from sakiyomi.drafters.native_texts import NativeTexts
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.recycle import RecycleDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.engine import engine
 from sakiyomi.engine.native_rounds import NativeRounds
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor import kernel_rounds
@@ -61,6 +62,7 @@ def written(
         llm.wait()
     with pytest.MonkeyPatch.context() as patch:
         seen = watch_rounds(patch, kernels=kernels)
+        patch.setattr(engine, "BRIEF", 1000.0)
         if not kernels and kind not in ("recycle", "merged"):  # these would be told of rounds without a draft, too
             patch.setattr(NativeRounds, "score", lambda *_: None)
         if kernels and alone:

@@ -185,13 +185,14 @@ class NativeTexts:
             if context.source is not None:
                 self._prefill(text, context.source.tokens, own=False)
         missing = len(context.tokens) - text.seen
-        if missing < 0:  # Ctrl-C behind rounds in the kernels: the request does not have what they committed
-            text.branch(context.tokens)
-            return text
         if missing <= LONG:
             return text
         self._prefill(text, context.tokens[text.seen : text.seen + CHUNK])
         return text if missing <= CHUNK else None
+
+    def forget(self, context: Context) -> None:
+        """Forget a request's text, which may hold more than the request: it is read anew."""
+        context.memory.pop(self._drafter.name, None)
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``."""

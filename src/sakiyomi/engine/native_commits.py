@@ -8,6 +8,7 @@ import torch
 
 from sakiyomi.core.errors import RemovedError
 from sakiyomi.core.outputs import Step
+from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.engine.native_seats import NativeSeats
@@ -41,7 +42,8 @@ class CommittedRounds:
         speculation: SpeculationController,
     ) -> None:
         self._rounds, self._turns, self._seats, self._speculation = rounds, turns, seats, speculation
-        self._outside = self._rounds_outside = 0.0  # seconds outside of the kernels, and rounds; older ones count less
+        self._outside: dict[int, float] = {}  # mean seconds of a round outside of the kernels, by number of requests
+        self._made = 0  # passes that were recorded or compared so far
         self._reads = drafter is not None and drafter.leading > 0  # the drafter is told what rows rank first
         self._names = [part.name for part in drafter.members or [drafter]] if drafter is not None else []
 
@@ -61,22 +63,28 @@ class CommittedRounds:
         clock = round_.clock
         clock.scored(requests, drafted[0]._replace(seconds=sum([part.seconds for part in drafted])))
         kept = [self._take_round(round_, found, steps) for found in rounds]
-        timed, whole = clock.timed(), sum([span.whole for span in spans])
-        outside = self._outside_of(timed.seconds - whole, len(spans)) if round_.patience else timed.seconds - whole
-        for span, found, part, each in zip(spans, rounds, drafted, kept, strict=True):
+        outside = clock.timed().seconds - sum([span.whole for span in spans])
+        shares = self._shares(outside, count, len(spans)) if round_.patience else [outside]
+        for span, found, part, each, share in zip(spans, rounds, drafted, kept, shares, strict=True):
             rows = sum([1 + own.nodes for own in found])
-            took = Timed(span.whole + outside, span.scoring, part)
+            took = Timed(span.whole + share, span.scoring, part)
             self._speculation.observe(requests, [own.depth for own in found], each, rows, took)
         if len(spans) > 1:
             self._speculation.skip(len(spans) - 1)
         return steps
 
-    def _outside_of(self, seconds: float, rounds: int) -> float:
-        """Seconds of a round outside of the kernels, in the mean of the last calls. One alone in its call has more of
-        them than others, and rounds with drafts are compared with rounds without.
+    def _shares(self, seconds: float, requests: int, rounds: int) -> list[float]:
+        """What each round of a call has of the seconds outside of the kernels: the mean of the last calls. One alone in
+        its call takes more of them than others, and rounds with drafts are compared with rounds without.
+
+        Where passes were recorded or compared, all of that is the first round's, which is known to be no measure.
         """
-        self._outside, self._rounds_outside = 0.9 * self._outside + seconds, 0.9 * self._rounds_outside + rounds
-        return self._outside / self._rounds_outside
+        made, self._made = self._made, sum([model.clock.made for model in self._rounds.models])
+        known = self._outside.get(requests)
+        if made != self._made:
+            return [seconds, *[known or 0.0] * (rounds - 1)]
+        mean = self._outside[requests] = running_mean(known, seconds / rounds)
+        return [mean] * rounds
 
     def _drafted(self, round_: AskedRound, span: Span, found: Sequence[Committed]) -> DraftBatch:
         """What a round drafted."""

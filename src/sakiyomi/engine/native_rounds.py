@@ -144,6 +144,8 @@ class NativeRounds:
             # Ctrl-C: the kernels may have committed a round that the requests do not have.
             for request in asked.requests:
                 self.end(request.id)
+                if asked.texts is not None:
+                    asked.texts.forget(request.context)
             raise
 
     def _round(self, round_: AskedRound) -> list[Step] | None:
@@ -235,17 +237,24 @@ class NativeRounds:
         for request, depth in zip(requests, depths, strict=True):
             params = request.context.params
             learns = self._seats is not None and depth and params.builder != "chain" and not request.policy.adapts
-            if params.stop or learns:  # what stops a text, and how its next tree looks, is found out in between
+            # What stops a text, and how its next tree looks, is found out in between; others want each step at once.
+            if params.stop or learns or request.options.outbox is not None:
                 return 0
         return self._speculation.unchanged(requests, MOST_ROUNDS - 1)
 
     def _until(self, round_: AskedRound) -> Further:
         """How many rounds follow, and how long each text may be before one."""
-        if not round_.further:
+        turns = [self._turns[request.id] for request in round_.requests]
+        unready = [depth and self._lacks(turn, round_.texts) for turn, depth in zip(turns, round_.depths, strict=True)]
+        if not round_.further or any(unready):
             return ALONE
         draft, ahead = self._rounds.models[0], self._ahead()
-        ends = [self._turns[request.id].until(request, draft, ahead) for request in round_.requests]
+        ends = [turn.until(request, draft, ahead) for turn, request in zip(turns, round_.requests, strict=True)]
         return Further(round_.further, round_.patience, numbers(ends))
+
+    def _lacks(self, turn: Turn, texts: NativeTexts | None) -> bool:
+        """Whether a request that is to draft does not do so yet, because its drafter is still reading its text."""
+        return turn.size == NONE or (self._asks(turn, texts) and (turn.seat is None or turn.waits))
 
     def _enter(self, request: Request) -> Turn | None:
         """Give the kernels a request as it is now; None: they do not run its rounds."""

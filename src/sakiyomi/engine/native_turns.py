@@ -105,9 +105,10 @@ class Turn:
     def until(self, request: Request, draft: ModelRunner, ahead: int) -> int:
         """How many tokens it may have before another draft of this size; see ``reserve``."""
         most = min(request.last - 1, request.boundary, self.room) - self.size.nodes
-        if self.slot is None or not self.size.depth:
+        if self.slot is None:
             return most
-        return min(most, self.seat_room - self.size.rows - ahead, draft.max_context - max(self.size.depth, ahead))
+        most = min(most, self.seat_room - self.size.rows - ahead)
+        return min(most, draft.max_context - max(self.size.depth, ahead)) if self.size.depth else most
 
 
 class PassTables:

@@ -93,7 +93,7 @@ constexpr int64_t together = 64;  // so many tokens' hidden states wait at most,
 enum Ended : int64_t { goes_on, by_stop, by_length };
 constexpr int64_t most_passes = 256;
 constexpr int64_t most_rounds = 8;     // of a call: MOST_ROUNDS in kernel_rounds.py
-constexpr int64_t resting_calls = 32;  // have one round, behind a call in which a further one failed
+constexpr int64_t first_rest = 4, longest_rest = 64;  // calls of one round behind one in which a further one failed; the next time twice as many
 constexpr int64_t span_size = sizeof(Span) / sizeof(double);
 constexpr int64_t none_left = -1;  // in the place of a pass: a row has no number to choose by
 
@@ -116,7 +116,7 @@ struct Rounds {
   bool drafting = false, asking = false;  // of a draft model, of texts
   int64_t* next_int = nullptr;            // where what is committed next is left
   double* next_double = nullptr;
-  int64_t resting = 0;                    // calls that still have one round
+  int64_t resting = 0, next_rest = first_rest;  // calls that still have one round, and of the next rest
   bool any_ended = false;                 // of the texts, in this call
   Span span{};                            // of this round
   const void* const* states = nullptr;    // of the target's pass, if Python ran it
@@ -157,9 +157,10 @@ struct Rounds {
       }
       if (code) {
         for (int64_t i = 0; i < count; ++i) round[i]->ask.stream = streams[i], round[i]->nodes = {};
-        times[0] = passes_before, resting = resting_calls;
+        times[0] = passes_before, resting = next_rest, next_rest = std::min(2 * next_rest, longest_rest);
         return 0;
       }
+      next_rest = first_rest;
       left -= rows, spent += span.whole;
     }
     return 0;
