@@ -94,7 +94,6 @@ def fix_examples() -> None:
 
 
 _chance = random.Random()
-secrets.randbits = _chance.getrandbits  # of which requests without a seed make theirs
 
 
 def same_draws() -> None:
@@ -103,6 +102,7 @@ def same_draws() -> None:
     ``UNSTEADY=SEED`` gives other draws.
     """
     seed = os.environ.get("UNSTEADY", "")
+    secrets.randbits = _chance.getrandbits  # of which requests without a seed make theirs
     _chance.seed(seed)
     random.seed(seed)
     if "torch" in sys.modules:

@@ -50,7 +50,7 @@ def offload(row: PairRow) -> Races:
     runs = {"plain": run(drafted, EngineView(drafted), gamma=1)}
     runs |= {f"{nodes} nodes, {depth} levels": run(drafted, gamma=depth, nodes=nodes) for depth, nodes in TREES}
     runs["auto"] = run(drafted, gamma="auto")
-    runs |= {f"oracle:{RATE:g}, gamma {gamma}": run(known, gamma=gamma) for gamma in GAMMAS}
+    runs |= {f"oracle:{RATE:g}, gamma {gamma}": run(known, gamma=gamma, seed=0) for gamma in GAMMAS}
     if row.config.peers:
         runs["transformers plain"] = _peer(row.pair, row.params(gamma=1, ignore_eos=True))
     yield Race(runs, row.pair.judge(drafted), lines=lambda standings: map(_line, standings))

@@ -116,7 +116,7 @@ def test_rounds_in_the_kernels_read_each_requests_source(
     seen = watch_rounds(monkeypatch)
     done = llm.generate(sources(name), values)
     assert [out.token_ids for out in done] == wanted(name)
-    assert all(seen) and seen
+    assert all(seen) and len(seen) > 5
     for out, alone in zip(done, plain, strict=True):
         assert [entry.logprob for entry in out.trace] == [
             pytest.approx(entry.logprob, abs=1e-4) for entry in alone.trace

@@ -84,7 +84,7 @@ def test_rounds_are_those_of_python(kind: str, case: str, passes: str, monkeypat
         monkeypatch.setattr(kernel_rounds, "_program", lambda *_: 0)
     expected, _ = written(kind, params, kernels=False)
     found, seen = written(kind, params, kernels=True)
-    assert all(seen) and seen
+    assert all(seen) and len(seen) > 10
     assert found == expected
     stop = replace(params, stop_token_ids=(expected[0]["token_ids"][17],))
     assert written(kind, stop, kernels=True)[0] == written(kind, stop, kernels=False)[0]

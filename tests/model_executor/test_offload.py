@@ -423,7 +423,7 @@ def test_the_row(folder: Path, tmp_path: Path) -> None:
     oracle = ["oracle:0.95, gamma 16", "oracle:0.95, gamma 24"]
     assert list(lines) == ["plain", *drafted, *oracle, "transformers plain"]
     assert all(line["equal"] for line in lines.values())
-    assert lines["oracle:0.95, gamma 24"]["tau"] > 2
+    assert lines["oracle:0.95, gamma 24"]["tau"] > 3
     for line in found.lines[:-1]:
         assert line["share"] == pytest.approx(line["ratio"] / line["tau"])
         assert line["read GB/s"] > 0

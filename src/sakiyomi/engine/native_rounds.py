@@ -244,9 +244,10 @@ class NativeRounds:
 
     def _until(self, round_: AskedRound) -> Further:
         """How many rounds follow, and how long each text may be before one."""
+        if not round_.further:
+            return ALONE
         turns = [self._turns[request.id] for request in round_.requests]
-        unready = [depth and self._lacks(turn, round_.texts) for turn, depth in zip(turns, round_.depths, strict=True)]
-        if not round_.further or any(unready):
+        if any(depth and self._lacks(turn, round_.texts) for turn, depth in zip(turns, round_.depths, strict=True)):
             return ALONE
         draft, ahead = self._rounds.models[0], self._ahead()
         ends = [turn.until(request, draft, ahead) for turn, request in zip(turns, round_.requests, strict=True)]

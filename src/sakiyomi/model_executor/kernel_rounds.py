@@ -278,7 +278,7 @@ class KernelRounds:
         if number:
             self.kernels.sk_free_rounds(number)
 
-    def committed(self, count: int, rounds: int = 1) -> list[Committed]:
+    def committed(self, count: int, rounds: int) -> list[Committed]:
         """What the last rounds have committed of so many requests, a round after the other."""
         ints, doubles, _ = self._results
         return _read(ints[2 : ints[0]], doubles[: ints[1]], count * rounds)
@@ -385,12 +385,12 @@ class KernelRounds:
             self._passes |= {2 * size + which: each for size, each in passes.items()}
         most = self._target.sizes[-1] if self._target is not None else 0
         # Each row of a round has a token, and may be a place with no more candidates than there are rows.
-        rooms = _FULL_PASSES * (2 + most) * most, 2 + _SPAN * MOST_ROUNDS + 2 * _PASSES
-        doubles = [(ctypes.c_double * room)() for room in rooms]
-        self._results = numbers([0] * (2 + _FULL_PASSES * (_HEAD + 9) * most)), doubles[0], doubles[1]
-        whole, real, times = self._results
+        room = _FULL_PASSES * most
+        ints, doubles = numbers([0] * (2 + (_HEAD + 9) * room)), (ctypes.c_double * ((2 + most) * room))()
+        times = (ctypes.c_double * (2 + _SPAN * MOST_ROUNDS + 2 * _PASSES))()
+        self._results = ints, doubles, times
         self.kernels = kernels
-        self.number = kernels.sk_rounds(tables[1], tables[0], whole, real, _FULL_PASSES * most, times)
+        self.number = kernels.sk_rounds(tables[1], tables[0], ints, doubles, room, times)
         self._feed()
         self._rows = [_compared(model, count) for model, count in zip(self.models, rows, strict=True)]
         self._made_for, self._held = self._versions(), [part.held for part in self._layers]
